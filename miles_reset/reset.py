@@ -1,0 +1,235 @@
+"""The only module that writes optimizer state."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+
+from miles_reset.discovery import default_registry
+from miles_reset.errors import UnreachableStateError
+from miles_reset.lines import Line, lines, table
+from miles_reset.plan import Draft, Row, plan_tree
+from miles_reset.registry import Registry
+from miles_reset.values import PLAIN_TENSORS, How, Write
+from miles_reset.walk import walk
+
+logger = logging.getLogger("miles_reset")
+
+
+@dataclass(frozen=True)
+class _Account:
+    """What a plan and a report have in common.
+
+    Attributes:
+        rows: What becomes of each slot; :attr:`lines` has it leaf by leaf.
+        leaves: The number of optimizers that own state, or could.
+        left_alone: Path and reason for each thing that is not reset.
+    """
+
+    rows: Sequence[Row] = field(repr=False)
+    leaves: int
+    left_alone: tuple[tuple[str, str], ...]
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """One line for each leaf, slot and outcome."""
+        return lines(self.rows)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The number of values by outcome."""
+        total: Counter[str] = Counter()
+        for row in self.rows:
+            total[str(row.outcome)] += len(row.nodes)
+        return dict(sorted(total.items()))
+
+    @property
+    def changed(self) -> int:
+        """The number of values that are reset."""
+        written = {str(how) for how in How}
+        return sum(n for outcome, n in self.counts.items() if outcome in written)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data, one line for each leaf and slot."""
+        return {
+            "leaves": self.leaves,
+            "values": self.counts,
+            "lines": [line._asdict() for line in self.lines],
+            "left_alone": [{"path": path, "reason": reason} for path, reason in self.left_alone],
+        }
+
+    def _summary(self, verb: str) -> str:
+        if not self.leaves:
+            return f"No optimizer was reached: nothing {verb}."
+        if not self.changed:
+            return f"No state was reached: nothing {verb}. Leaf optimizers: {self.leaves:,}."
+        return f"{self.changed:,} values in {self.leaves:,} leaf optimizers {verb}."
+
+    def _table(self, verb: str) -> str:
+        alone = [f"left alone: {path}: {reason}" for path, reason in self.left_alone]
+        return "\n".join([self._summary(verb), *table(self.lines), *alone])
+
+
+@dataclass(frozen=True)
+class ResetReport(_Account):
+    """What a reset did. ``str()`` is a table."""
+
+    def __str__(self) -> str:
+        """Return the report as a table."""
+        return self._table("reset")
+
+
+@dataclass(frozen=True)
+class ResetPlan(_Account):
+    """What a reset would change. ``str()`` is a table.
+
+    A plan holds the live tensors that it found, so apply it before the next optimizer step or
+    load: some wrappers rebuild their state then, and the plan would be refused.
+    """
+
+    _draft: Draft = field(repr=False, compare=False)
+
+    def apply(self) -> ResetReport:
+        """Carry the plan out.
+
+        Raises:
+            UnreachableStateError: The state is no longer the one that the plan was made for.
+                Nothing was changed.
+        """
+        for containers, key, values in self._draft.read:
+            now = [container.get(key) for container in containers]
+            if not all(map(is_, now, values)):
+                raise UnreachableStateError(
+                    next((line.path for line in self.lines if line.key == key), str(key)),
+                    f"{key!r} has changed since the reset was planned. Plan it anew.",
+                )
+        return self._execute()
+
+    def _execute(self) -> ResetReport:
+        for tensor in self._draft.grown:
+            tensor.detach_()
+        _write(self._draft.writes)
+        report = ResetReport(self.rows, self.leaves, self.left_alone)
+        logger.log(_level(), "%s", report._summary("reset"))
+        return report
+
+    def __str__(self) -> str:
+        """Return the plan as a table."""
+        return self._table("to reset")
+
+
+def plan_reset(optimizer: object, *, strict: bool = True, registry: Registry | None = None) -> ResetPlan:
+    """Work out what a reset would change, without changing it.
+
+    Args:
+        optimizer: A torch optimizer, any wrapper that a plugin declares, a list, tuple or dict of
+            them, or None.
+        strict: Whether a class or a state key that no plugin declares is an error. Otherwise it is
+            left alone and listed.
+        registry: Where classes are looked up; the installed plugins by default.
+
+    Raises:
+        UnknownOptimizerError: No plugin declares an optimizer found on the way.
+        UndeclaredStateError: A leaf holds a state key that its schema does not name.
+        UnreachableStateError: State is offloaded, released, or on disk.
+        UnsupportedOptimizerState: State cannot be brought to a fresh value.
+    """
+    registry = registry or default_registry()
+    tree = walk(optimizer, registry, strict=strict)
+    draft = plan_tree(tree, registry, strict=strict)
+    return ResetPlan(draft.rows, len(tree.leaves), tuple(draft.left_alone), draft)
+
+
+def reset_optimizer_states(
+    optimizer: object, *, strict: bool = True, registry: Registry | None = None
+) -> ResetReport:
+    """Bring every optimizer below, in place, to what a freshly built one would do next.
+
+    The next steps are bit-identical to those of a new optimizer over the same weights, master
+    weights included, and the same hyper-parameters. Weights are not touched. All is checked
+    before anything is written: an error means that nothing was changed.
+
+    Args:
+        optimizer: See :func:`plan_reset`.
+        strict: See :func:`plan_reset`.
+        registry: See :func:`plan_reset`.
+
+    Returns:
+        What was reset and what was left alone. One line of it is logged, on rank 0.
+
+    Raises:
+        UnsupportedOptimizerState: See :func:`plan_reset`.
+    """
+    return plan_reset(optimizer, strict=strict, registry=registry)._execute()
+
+
+def _level() -> int:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return logging.DEBUG if distributed and torch.distributed.get_rank() else logging.INFO
+
+
+@torch.no_grad()
+def _write(writes: Iterable[Write]) -> None:
+    fills: dict[tuple[Any, Any], list[torch.Tensor]] = {}
+    for write in writes:
+        if write.how is How.FILL:
+            fills.setdefault((write.key, write.new), []).extend(write.old)
+    for (_, value), tensors in fills.items():
+        for alike in _alike(tensors):
+            _fill(alike, value)
+    for write in writes:
+        _write_others(write)
+
+
+def _alike(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
+    """Split tensors by device and dtype, where that saves kernels."""
+    if all(tensor.is_cpu for tensor in (tensors[0], tensors[-1])):
+        return [tensors]
+    parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        parts.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return parts.values()
+
+
+def _fill(tensors: list[torch.Tensor], value: float) -> None:
+    if not PLAIN_TENSORS.issuperset(map(type, tensors)):
+        for tensor in tensors:
+            tensor.fill_(value)
+        return
+    plain = [torch.view_as_real(t) if t.is_complex() else t for t in tensors] if value else tensors
+    torch._foreach_zero_(plain)
+    if value:
+        for tensor in plain:
+            tensor.fill_(value)
+
+
+def _write_others(write: Write) -> None:
+    match write.how:
+        case How.DIAGONAL:
+            for tensor in write.old:
+                tensor.zero_().fill_diagonal_(write.new)
+        case How.COPY:
+            for tensor, source in zip(write.old, write.new, strict=True):
+                tensor.copy_(source)
+        case How.CLEAR:
+            for container in write.old:
+                container.clear()
+        case How.SEED:
+            for generator in write.old:
+                seed = generator.manual_seed if isinstance(generator, torch.Generator) else generator.seed
+                seed(write.new)
+        case How.SET | How.REPLACE:
+            for container, value in zip(write.containers, write.new, strict=True):
+                container[write.key] = value
+        case How.REMOVE:
+            for container in write.containers:
+                del container[write.key]
+        case How.REMOVE_ENTRY:
+            for state, parameter in zip(write.containers, write.new, strict=True):
+                del state[parameter]

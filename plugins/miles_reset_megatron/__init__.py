@@ -1,0 +1,63 @@
+"""What Megatron's own optimizers remember, and how its wrappers are unwrapped.
+
+Rules for megatron-core 0.16 to 0.19 and the forks of radixark are held to the law through the real
+wrappers; Transformer Engine's and Apex's optimizers are declared from their sources.
+"""
+
+from typing import Any
+
+from miles_reset import Initial, StateSchema, UnwrapRule, clock, hookimpl, kept, momentum, variance
+
+_OPTIMIZER = "megatron.core.optimizer"
+
+
+def _not_streamed_or_offloaded(wrapper: Any) -> str | None:
+    """Tell state on disk (miles' NVMe store) or in host memory (OptimizerStateOffloader) from live state."""
+    if vars(wrapper).get("_nvme_state_store") is not None:
+        return "it is streamed to disk by _nvme_state_store, where no walk over the optimizers reaches it."
+    if getattr(vars(wrapper).get("_state_offloader"), "_offloaded", False):
+        return "it is offloaded, and a reload would bring the old moments back. Call its reload() first."
+    return None
+
+
+@hookimpl
+def miles_reset_schemas() -> list[StateSchema]:
+    """Return the schemas of the optimizers that Megatron steps with."""
+    muon = f"{_OPTIMIZER}.emerging_optimizers"
+    fused_adam = (
+        momentum("exp_avg"), variance("exp_avg_sq"), clock("step", at="group"), kept("master_param"),
+    )  # fmt: skip
+    # The kernel takes the first gradient for the momentum; with no dampening, a zero buffer does the same.
+    fused_sgd = momentum("momentum_buffer", Initial.either("dampening", Initial.ABSENT, Initial.ZEROS))
+    return [
+        StateSchema(f"{muon}.TensorParallelMuon", momentum("momentum_buffer")),
+        StateSchema(f"{muon}.TensorParallelAdaptiveMuon",
+            momentum("momentum_buffer"), variance("moment2_buffer")),
+        StateSchema(f"{_OPTIMIZER}.muon.TensorParallelMuon", momentum("momentum_buffer")),  # 0.16
+        StateSchema("transformer_engine.pytorch.optimizers.fused_adam.FusedAdam", *fused_adam),
+        StateSchema("transformer_engine.pytorch.optimizers.fused_sgd.FusedSGD", fused_sgd),
+        StateSchema("apex.optimizers.fused_adam.FusedAdam", *fused_adam),
+        StateSchema("apex.optimizers.fused_sgd.FusedSGD", fused_sgd),
+    ]  # fmt: skip
+
+
+@hookimpl
+def miles_reset_unwrap_rules() -> list[UnwrapRule]:
+    """Return the rules of megatron-core's wrappers.
+
+    Master weights (fp32_from_float16_groups, shard_fp32_*) are parameters of the optimizers inside, and
+    gradient scalers are no history: a reset touches neither.
+    """
+    return [
+        # Base of FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer. A stub holds None.
+        UnwrapRule(f"{_OPTIMIZER}.optimizer.MegatronOptimizer", "optimizer",
+            ready=_not_streamed_or_offloaded,
+            refresh_masters=lambda wrapper: wrapper.reload_model_params()),
+        # Base of LayerWiseDistributedOptimizer. Its property `optimizer` asserts unless it holds exactly one.
+        UnwrapRule(f"{_OPTIMIZER}.optimizer.ChainedOptimizer", "chained_optimizers",
+            ready=_not_streamed_or_offloaded),
+        # Copies its groups down at each step. After a load they hold a step, which a fresh one's do not.
+        UnwrapRule(f"{_OPTIMIZER}.cpu_offloading.hybrid_optimizer.HybridDeviceOptimizer", "sub_optimizers",
+            stale_groups="delete",
+            refresh_masters=lambda wrapper: wrapper.update_fp32_param_by_new_param()),
+    ]  # fmt: skip

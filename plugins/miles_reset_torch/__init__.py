@@ -1,0 +1,81 @@
+"""What the optimizers of torch.optim remember, and how torch's own wrappers are unwrapped.
+
+Each rule was read off torch 2.6 to 2.14 and is held to the law of :mod:`miles_reset.testing`.
+"""
+
+from miles_reset import (
+    Initial,
+    StateSchema,
+    UnwrapRule,
+    clock,
+    history,
+    hookimpl,
+    kept,
+    momentum,
+    variance,
+)
+
+# With dampening, torch makes the buffer a copy of the first gradient. Without, a zero buffer does
+# the same, in place.
+_SGD_BUFFER = Initial.either("dampening", Initial.ABSENT, Initial.ZEROS)
+
+# megatron-core writes the count into the groups when it saves and loads, and HybridDeviceOptimizer
+# keeps master weights in the state of its children.
+_ADAM = (
+    momentum("exp_avg"), variance("exp_avg_sq"), variance("max_exp_avg_sq"), clock("step"),
+    clock("step", at="group"), kept("master_param"),
+)  # fmt: skip
+
+# Made anew where n_iter is 0.
+_LBFGS = ("d", "t", "old_dirs", "old_stps", "ro", "H_diag", "prev_flat_grad", "prev_loss", "al")
+
+
+@hookimpl
+def miles_reset_schemas() -> list[StateSchema]:
+    """Return the schemas of torch.optim."""
+    return [
+        StateSchema("torch.optim.adadelta.Adadelta",
+            variance("square_avg"), history("acc_delta"), clock("step")),
+        StateSchema("torch.optim.Adafactor",
+            variance("row_var"), variance("col_var"), variance("variance"), clock("step")),
+        StateSchema("torch.optim.adagrad.Adagrad",
+            variance("sum", Initial.default("initial_accumulator_value")), clock("step")),
+        StateSchema("torch.optim.adam.Adam", *_ADAM),
+        StateSchema("torch.optim.adamw.AdamW", *_ADAM),
+        StateSchema("torch.optim.adamax.Adamax",
+            momentum("exp_avg"), variance("exp_inf"), clock("step")),
+        StateSchema("torch.optim.asgd.ASGD",
+            history("ax"), clock("mu", Initial.ONES.as_dtype("scalar")),
+            clock("eta", Initial.group("lr").as_dtype("scalar")), clock("step")),
+        StateSchema("torch.optim.lbfgs.LBFGS",
+            clock("n_iter"), clock("func_evals"), *(history(key, Initial.ABSENT) for key in _LBFGS)),
+        StateSchema("torch.optim.Muon",
+            momentum("momentum_buffer")),
+        StateSchema("torch.optim.nadam.NAdam",
+            momentum("exp_avg"), variance("exp_avg_sq"), clock("step"),
+            history("mu_product", Initial.ONES.as_dtype("scalar"))),
+        StateSchema("torch.optim.radam.RAdam",
+            momentum("exp_avg"), variance("exp_avg_sq"), clock("step")),
+        StateSchema("torch.optim.rmsprop.RMSprop",
+            variance("square_avg"), momentum("momentum_buffer"), history("grad_avg"),
+            clock("step")),
+        StateSchema("torch.optim.rprop.Rprop",
+            history("prev"), history("step_size", Initial.group("lr")), clock("step")),
+        StateSchema("torch.optim.sgd.SGD",
+            momentum("momentum_buffer", _SGD_BUFFER)),
+        StateSchema("torch.optim.sparse_adam.SparseAdam",
+            momentum("exp_avg"), variance("exp_avg_sq"), clock("step")),
+    ]  # fmt: skip
+
+
+@hookimpl
+def miles_reset_unwrap_rules() -> list[UnwrapRule]:
+    """Return the rules of torch's own wrappers."""
+    return [
+        # Copies its own groups down to its child at each step, and the child's back after it.
+        UnwrapRule("torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer",
+            "optim", stale_groups="delete"),
+        # Averages parameters every so many steps, counted from the start.
+        UnwrapRule("torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer",
+            "optim", clock("averager.step", at="attribute")),
+    ]  # fmt: skip
