@@ -8,13 +8,13 @@ megatron-core leaves a single step tensor in all states after a load) would coun
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 from miles_reset.errors import NOTHING_CHANGED, UnreachableStateError, UnsupportedOptimizerState
-from miles_reset.values import PLAIN_TENSORS, How, Write, local
+from miles_reset.values import How, Write
 
 # No allocator hands out addresses below this one, but for the heap of a program that was linked at a
 # fixed address; a released storage's address is its view's offset. Whatever is below is looked at.
@@ -33,33 +33,27 @@ def check_tensors(writes: list[Write], parameters: Sequence[torch.Tensor]) -> li
         UnsupportedOptimizerState: A tensor is a parameter, or shares its first element with one.
     """
     in_place = [write for write in writes if write.how in _IN_PLACE]
-    addresses = [_addresses(write.old) for write in in_place]
-    if not any(addresses):
+    addresses = array("Q")
+    for tensors in (parameters, *(write.old for write in in_place)):
+        addresses.extend(_addresses(tensors))
+    if len(addresses) == len(parameters):
         return []
-    distinct = set(chain.from_iterable(addresses))
-    if min(distinct) < _SUSPECT:
-        for write, found in zip(in_place, addresses, strict=True):
-            _check_storages(write, found)
-    weights = _addresses(parameters)
-    if not distinct.isdisjoint(weights):
-        _refuse_weights(in_place, addresses, set(weights) - {0})
-    if len(distinct) == sum(map(len, addresses)):
+    in_order = torch.frombuffer(addresses, dtype=torch.int64).sort().values
+    if in_order[0] < _SUSPECT:
+        for write in in_place:
+            _check_storages(write)
+    if not (in_order[1:] == in_order[:-1]).any():
         return []
-    return list(_unshare(in_place, addresses))
+    _refuse_weights(in_place, set(_addresses(parameters)) - {0})
+    return list(_unshare(in_place))
 
 
-def _addresses(tensors: Sequence[torch.Tensor]) -> list[int]:
-    if not PLAIN_TENSORS.issuperset(map(type, tensors)):
-        tensors = [local(tensor) for tensor in tensors]
-    try:
-        return list(map(torch.Tensor.data_ptr, tensors))
-    except RuntimeError:  # sparse and other tensors without a storage of their own
-        return [tensor.data_ptr() if tensor.layout is torch.strided else 0 for tensor in tensors]
+def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
+    return map(torch.Tensor.data_ptr, tensors)
 
 
-def _check_storages(write: Write, addresses: list[int]) -> None:
-    for i, address in enumerate(addresses):
-        tensor = write.old[i]
+def _check_storages(write: Write) -> None:
+    for i, (tensor, address) in enumerate(zip(write.old, _addresses(write.old), strict=True)):
         if address >= _SUSPECT or tensor.layout is not torch.strided or not tensor.numel():
             continue
         if tensor.untyped_storage().nbytes() < tensor.numel() * tensor.element_size():
@@ -69,9 +63,9 @@ def _check_storages(write: Write, addresses: list[int]) -> None:
             )
 
 
-def _refuse_weights(writes: list[Write], addresses: list[list[int]], weights: set[int]) -> None:
-    for write, found in zip(writes, addresses, strict=True):
-        for i, address in enumerate(found):
+def _refuse_weights(writes: list[Write], weights: set[int]) -> None:
+    for write in writes:
+        for i, address in enumerate(_addresses(write.old)):
             if address in weights:
                 path = write.nodes[i].path
                 raise UnsupportedOptimizerState(
@@ -81,31 +75,30 @@ def _refuse_weights(writes: list[Write], addresses: list[list[int]], weights: se
                 )
 
 
-def _unshare(writes: list[Write], addresses: list[list[int]]) -> Iterator[Write]:
-    met: set[int] = {0}
-    for write, found in zip(writes, addresses, strict=True):
-        aliases = set()
-        for i, address in enumerate(found):
+def _unshare(writes: list[Write]) -> Iterator[Write]:
+    met: set[int] = set()
+    for write in writes:
+        aliases = []
+        for i, address in enumerate(_addresses(write.old)):
             if address in met and address:
-                aliases.add(i)
+                aliases.append(i)
             met.add(address)
         if not aliases:
             continue
         if not write.containers or write.how is not How.FILL:
-            path = write.nodes[min(aliases)].path
+            path = write.nodes[aliases[0]].path
             raise UnsupportedOptimizerState(
                 path,
                 f"{write.key!r} at {path} shares its tensor with other state. {NOTHING_CHANGED}",
             )
-        order = sorted(aliases)
-        fresh = [torch.empty_like(write.old[i]) for i in order]  # filled with the others of this write
+        fresh = [torch.empty_like(write.old[i]) for i in aliases]  # filled with the others of this write
         yield Write(
             How.REPLACE,
-            [write.nodes[i] for i in order],
-            [write.containers[i] for i in order],
+            [write.nodes[i] for i in aliases],
+            [write.containers[i] for i in aliases],
             write.key,
-            [write.old[i] for i in order],
+            [write.old[i] for i in aliases],
             fresh,
         )
-        for i, tensor in zip(order, fresh, strict=True):
+        for i, tensor in zip(aliases, fresh, strict=True):
             write.old[i] = tensor

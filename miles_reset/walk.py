@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from miles_reset.errors import UnknownOptimizerError, UnreachableStateError
 from miles_reset.registry import Claim, Provider, Registry, class_name
+from miles_reset.schema import StateSchema
 from miles_reset.wrapper import UnwrapRule, labelled
 
 
@@ -28,7 +31,13 @@ class Node(NamedTuple):
     @property
     def path(self) -> str:
         """Where it stands, as ``ChainedOptimizer[0].DistributedOptimizer.AdamW``."""
-        return _path(self.parent, self.label, type(self.obj).__name__)
+        names: list[str] = []
+        node: Node | None = self
+        while node is not None:
+            names.append(type(node.obj).__name__.replace("NoneType", "None"))
+            names.append("" if node.parent is None else f"[{node.label}]." if node.label else ".")
+            node = node.parent
+        return "".join(reversed(names))
 
     def wrappers(self) -> tuple[Node, ...]:
         """Return the wrappers above, the nearest first."""
@@ -72,49 +81,72 @@ def walk(optimizer: object, registry: Registry, *, strict: bool = True) -> Tree:
     """
     tree = Tree()
     met: dict[int, Node] = {}
-    claims: dict[type, Claim | None] = {}
-    stack: list[tuple[Any, str, Node | None]] = [(optimizer, "", None)]
-    while stack:
-        obj, label, parent = stack.pop()
-        cls = type(obj)
-        if cls not in claims:
-            claims[cls] = _COLLECTION if cls in _COLLECTIONS else registry.find(cls)
-        claim = claims[cls]
-        if obj is None:
-            tree.left_alone.append((_path(parent, label, "None"), "stub: holds no optimizer"))
-        elif id(obj) in met:
-            first = met[id(obj)].path
-            if (path := _path(parent, label, cls.__name__)) != first:
-                tree.left_alone.append((path, f"met before, as {first}"))
-        elif claim is None:
-            path = _path(parent, label, cls.__name__)
-            inner = vars(obj).get("optimizer") if hasattr(obj, "__dict__") else None
-            if strict:
-                raise _unknown(path, cls, inner, registry)
-            if inner is None:
-                tree.left_alone.append((path, f"no plugin declares {class_name(cls)}"))
-            else:
-                tree.left_alone.append((path, f"no plugin declares {class_name(cls)}; its own state, if any"))
-                met[id(obj)] = node = Node(obj, _TRANSPARENT, label, parent)
-                stack.append((inner, "", node))
-        else:
-            met[id(obj)] = node = Node(obj, claim, label, parent)
-            if claim.record.ready is not None and (reason := claim.record.ready(obj)):
-                raise UnreachableStateError(node.path, reason)
-            if isinstance(claim.record, UnwrapRule):
-                tree.wrappers.append(node)
-                children = _children(node, claim.record)
-                if not children:
-                    tree.left_alone.append((node.path, "holds no optimizers"))
-                stack.extend((child, name, node) for name, child in reversed(children))
-            else:
+    plain: dict[type, Claim] = {}  # leaves that are always ready, by class
+    levels: list[tuple[Iterator[tuple[str, Any]], Node | None]] = [(iter([("", optimizer)]), None)]
+    while levels:
+        children, parent = levels[-1]
+        for label, obj in children:
+            claim = plain.get(type(obj))
+            if claim is not None and id(obj) not in met:
+                met[id(obj)] = node = Node(obj, claim, label, parent)
                 tree.leaves.append(node)
+                continue
+            below = _visit(Node(obj, _UNKNOWN, label, parent), tree, met, registry, strict)
+            if below is not None and isinstance(below.claim.record, UnwrapRule):
+                levels.append((iter(_children(below, below.claim.record)), below))
+                break
+            if below is not None and below.claim.record.ready is None:
+                plain[type(obj)] = below.claim
+        else:
+            levels.pop()
     return tree
 
 
+def _visit(node: Node, tree: Tree, met: dict[int, Node], registry: Registry, strict: bool) -> Node | None:
+    """Enter one object into the tree, and return its node if it is new there."""
+    obj, cls = node.obj, type(node.obj)
+    if obj is None:
+        tree.left_alone.append((node.path, "stub: holds no optimizer"))
+        return None
+    if id(obj) in met:
+        first = met[id(obj)].path
+        if node.path != first:
+            tree.left_alone.append((node.path, f"met before, as {first}"))
+        return None
+    claim = _COLLECTION if cls in (list, tuple, dict) else registry.find(cls)
+    if claim is None:
+        inner = vars(obj).get("optimizer") if hasattr(obj, "__dict__") else None
+        if strict:
+            raise _unknown(node.path, cls, inner, registry)
+        what = "; its own state, if any" if inner is not None else ""
+        tree.left_alone.append((node.path, f"no plugin declares {class_name(cls)}{what}"))
+        if inner is None:
+            return None
+        claim = _TRANSPARENT
+    met[id(obj)] = node = node._replace(claim=claim)
+    if claim.record.ready is not None and (reason := claim.record.ready(obj)):
+        raise UnreachableStateError(node.path, reason)
+    if isinstance(claim.record, UnwrapRule):
+        tree.wrappers.append(node)
+        return node
+    tree.leaves.append(node)
+    if overriding := _overrides_step(cls, claim.record.target):
+        tree.left_alone.append((node.path, overriding))
+    return node
+
+
+def _overrides_step(cls: type, target: str) -> str:
+    """Say so where a subclass is taken for its base and has a step of its own."""
+    base = next((base for base in cls.__mro__ if class_name(base) == target), cls)
+    own, declared = (inspect.unwrap(getattr(one, "step", _overrides_step)) for one in (cls, base))
+    if own is declared:
+        return ""
+    return f"whatever its own step() keeps beyond the slots of {target}, for which it is taken"
+
+
 _OURSELVES = Provider("miles_reset")
-_COLLECTIONS = (list, tuple, dict)
 _COLLECTION = Claim(UnwrapRule("builtins.list", labelled), _OURSELVES)
+_UNKNOWN = Claim(StateSchema("builtins.object"), _OURSELVES)
 _TRANSPARENT = Claim(UnwrapRule("builtins.object", "optimizer"), _OURSELVES)
 
 
@@ -131,14 +163,9 @@ def _unknown(path: str, cls: type, inner: object, registry: Registry) -> Unknown
     return UnknownOptimizerError(path, cls, plugins=plugins, hint=hint)
 
 
-def _children(node: Node, rule: UnwrapRule) -> list[tuple[str, Any]]:
+def _children(node: Node, rule: UnwrapRule) -> Sequence[tuple[str, Any]]:
     try:
         return rule.children_of(node.obj)
     except Exception as error:
         reason = f"the rule of {node.claim.provider} cannot list what it holds: {error!r}."
         raise UnreachableStateError(node.path, reason) from error
-
-
-def _path(parent: Node | None, label: str, name: str) -> str:
-    place = f"[{label}]." if label else "." if parent else ""
-    return f"{parent.path if parent else ''}{place}{name}"

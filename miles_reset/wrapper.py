@@ -86,8 +86,9 @@ def labelled(held: Any) -> list[tuple[str, Any]]:
     if isinstance(held, dict):
         return [(str(key), child) for key, child in held.items()]
     if isinstance(held, (list, tuple)):
-        pairs = (item if _is_pair(item) else (str(i), item) for i, item in enumerate(held))
-        return [(str(label), child) for label, child in pairs]
+        if tuple in map(type, held):
+            return [item if _is_pair(item) else (str(i), item) for i, item in enumerate(held)]
+        return [(str(i), item) for i, item in enumerate(held)]
     return [("", held)]
 
 

@@ -42,20 +42,20 @@ def _reset_leaf(optimizer: Any) -> None:
     if keys is None:
         raise UnsupportedOptimizerState("", f"unknown optimizer {names[0]}")
     for group in optimizer.param_groups:
-        if "step" in group:
-            _reset_step(group)
+        _reset_step(group)
     for state in optimizer.state.values():
-        for key, value in state.items():
-            if key in keys:
-                value.zero_()
-            elif key == "step":
-                _reset_step(state)
-            elif key != "master_param":
-                raise UnsupportedOptimizerState("", f"unknown key {key!r}")
+        unknown = state.keys() - {*keys, "step", "master_param"}
+        if unknown:
+            raise UnsupportedOptimizerState("", f"unknown keys {sorted(unknown)}")
+        for key in keys:
+            if key in state:
+                state[key].zero_()
+        _reset_step(state)
 
 
 def _reset_step(holder: Any) -> None:
-    if isinstance(holder["step"], torch.Tensor):
-        holder["step"].zero_()
-    else:
+    step = holder.get("step")
+    if isinstance(step, torch.Tensor):
+        step.zero_()
+    elif step is not None:
         holder["step"] = 0

@@ -20,12 +20,42 @@ def _not_streamed_or_offloaded(wrapper: Any) -> str | None:
     return None
 
 
+def _refresh_masters(wrapper: Any) -> None:
+    """Do also what reload_model_params() leaves to the optimizer inside, which does not do it."""
+    wrapper.reload_model_params()
+    inner = wrapper.optimizer
+    if hasattr(wrapper, "shard_fp32_from_float16_groups") and hasattr(inner, "sub_optimizers"):
+        wrapper.optimizer = None  # It passes over its shards where it sees a HybridDeviceOptimizer.
+        try:
+            wrapper._copy_model_params_to_main_params()
+        finally:
+            wrapper.optimizer = inner
+    if hasattr(inner, "set_scaled_state"):  # FusedAdam, with master weights in its state.
+        for parameter, state in inner.state.items():
+            master = state.get("master_param")
+            if master is not None and not master.is_floating_point():
+                master.zero_()  # What the parameter lacks of float32.
+            elif master is not None:
+                inner.set_scaled_state(parameter, "master_param", parameter.detach().float())
+
+
+def _refresh_copies(hybrid: Any) -> None:
+    """Do also what update_fp32_param_by_new_param() passes over: copies that are not in float32."""
+    for parameter, inner in hybrid.param_to_inner_param.items():
+        # After a load, and until the next step, the state has a master of its own.
+        for held in (inner, hybrid.state.get(parameter, {}).get("master_param", inner)):
+            if held is not parameter:
+                held.data.copy_(parameter.data)
+
+
 @hookimpl
 def miles_reset_schemas() -> list[StateSchema]:
     """Return the schemas of the optimizers that Megatron steps with."""
     muon = f"{_OPTIMIZER}.emerging_optimizers"
+    # DistributedOptimizer loads a step into the state too, if a HybridDeviceOptimizer is between them.
     fused_adam = (
-        momentum("exp_avg"), variance("exp_avg_sq"), clock("step", at="group"), kept("master_param"),
+        momentum("exp_avg"), variance("exp_avg_sq"), clock("step", at="group"),
+        clock("step", Initial.ABSENT), kept("master_param"),
     )  # fmt: skip
     # The kernel takes the first gradient for the momentum; with no dampening, a zero buffer does the same.
     fused_sgd = momentum("momentum_buffer", Initial.either("dampening", Initial.ABSENT, Initial.ZEROS))
@@ -45,19 +75,20 @@ def miles_reset_schemas() -> list[StateSchema]:
 def miles_reset_unwrap_rules() -> list[UnwrapRule]:
     """Return the rules of megatron-core's wrappers.
 
-    Master weights (fp32_from_float16_groups, shard_fp32_*) are parameters of the optimizers inside, and
-    gradient scalers are no history: a reset touches neither.
+    Master weights (fp32_from_float16_groups, shard_fp32_*) are parameters of the optimizers inside.
     """
     return [
         # Base of FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer. A stub holds None.
+        # What a gradient scaler has found out is no memory of the optimizer's.
         UnwrapRule(f"{_OPTIMIZER}.optimizer.MegatronOptimizer", "optimizer",
-            ready=_not_streamed_or_offloaded,
-            refresh_masters=lambda wrapper: wrapper.reload_model_params()),
+            kept("grad_scaler._scale", at="attribute"),
+            kept("grad_scaler._growth_tracker", at="attribute"),
+            kept("grad_scaler._hysteresis_tracker", at="attribute"),
+            ready=_not_streamed_or_offloaded, refresh_masters=_refresh_masters),
         # Base of LayerWiseDistributedOptimizer. Its property `optimizer` asserts unless it holds exactly one.
         UnwrapRule(f"{_OPTIMIZER}.optimizer.ChainedOptimizer", "chained_optimizers",
             ready=_not_streamed_or_offloaded),
         # Copies its groups down at each step. After a load they hold a step, which a fresh one's do not.
         UnwrapRule(f"{_OPTIMIZER}.cpu_offloading.hybrid_optimizer.HybridDeviceOptimizer", "sub_optimizers",
-            stale_groups="delete",
-            refresh_masters=lambda wrapper: wrapper.update_fp32_param_by_new_param()),
+            kept("master_param", at="child"), stale_groups="delete", refresh_masters=_refresh_copies),
     ]  # fmt: skip

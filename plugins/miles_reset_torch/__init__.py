@@ -23,7 +23,7 @@ _SGD_BUFFER = Initial.either("dampening", Initial.ABSENT, Initial.ZEROS)
 # keeps master weights in the state of its children.
 _ADAM = (
     momentum("exp_avg"), variance("exp_avg_sq"), variance("max_exp_avg_sq"), clock("step"),
-    clock("step", at="group"), kept("master_param"),
+    clock("step", Initial.ABSENT, at="group"), kept("master_param"),
 )  # fmt: skip
 
 # Made anew where n_iter is 0.
