@@ -71,19 +71,20 @@ def fold(of_leaves: Sequence[Line]) -> Iterator[Line]:
 def table(of_leaves: Sequence[Line]) -> Iterator[str]:
     """Yield a table, leaf by leaf, as text."""
     folded = list(fold(of_leaves))
-    cells = [
-        (
-            line.key if line.at == "state" else f"{line.key} ({line.at})",
-            line.role,
-            line.fresh,
-            line.outcome,
-        )
-        for line in folded
-    ]
+    if not folded:
+        return
+    cells = [("slot", "role", "fresh value", "outcome", "values")]
+    cells += [(place(line), line.role, line.fresh, line.outcome, f"{line.values:,}") for line in folded]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    pairs = zip(folded, cells, strict=True)
+    aligned = ["  ".join(map(str.ljust, cell, widths)).rstrip() for cell in cells]
+    yield f"  {aligned[0]}"
+    pairs = zip(folded, aligned[1:], strict=True)
     for path, of_path in groupby(pairs, key=lambda pair: pair[0].path):
-        yield f"{path}"
-        for line, cell in of_path:
-            row = "  ".join(text.ljust(width) for text, width in zip(cell, widths, strict=True))
-            yield f"  {row}  {line.values:,}"
+        yield path
+        for _, row in of_path:
+            yield f"  {row}"
+
+
+def place(line: Line) -> str:
+    """Return a slot's key, and where it lives unless that is the state."""
+    return line.key if line.at == "state" else f"{line.key} ({line.at})"

@@ -67,9 +67,10 @@ class _Account:
     def _summary(self, verb: str) -> str:
         if not self.leaves:
             return f"No optimizer was reached: nothing {verb}."
+        leaves = f"{self.leaves:,} optimizer{'s' * (self.leaves != 1)}"
         if not self.changed:
-            return f"No state was reached: nothing {verb}. Leaf optimizers: {self.leaves:,}."
-        return f"{self.changed:,} values in {self.leaves:,} leaf optimizers {verb}."
+            return f"No state was found in {leaves}: nothing {verb}."
+        return f"{self.changed:,} value{'s' * (self.changed != 1)} in {leaves} {verb}."
 
     def _table(self, verb: str) -> str:
         alone = [f"left alone: {path}: {reason}" for path, reason in self.left_alone]
