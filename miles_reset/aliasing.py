@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -48,8 +49,18 @@ def check_tensors(writes: list[Write], parameters: Sequence[torch.Tensor]) -> li
     return list(_unshare(in_place))
 
 
-def _addresses(tensors: Iterable[torch.Tensor]) -> Iterator[int]:
-    return map(torch.Tensor.data_ptr, tensors)
+def _addresses(tensors: Iterable[torch.Tensor]) -> Sequence[int]:
+    try:
+        return array("Q", map(torch.Tensor.data_ptr, tensors))
+    except RuntimeError:
+        return [_address(tensor) for tensor in tensors]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # sparse: it has no storage of its own, and cannot be released or shared alone
+        return 0
 
 
 def _check_storages(write: Write) -> None:
@@ -76,13 +87,13 @@ def _refuse_weights(writes: list[Write], weights: set[int]) -> None:
 
 
 def _unshare(writes: list[Write]) -> Iterator[Write]:
-    met: set[int] = set()
+    met: dict[int, tuple[int, Any]] = {}
     for write in writes:
         aliases = []
         for i, address in enumerate(_addresses(write.old)):
-            if address in met and address:
+            place = (id(write.containers[i]) if write.containers else i, write.key)
+            if address and met.setdefault(address, place) != place:
                 aliases.append(i)
-            met.add(address)
         if not aliases:
             continue
         if not write.containers or write.how is not How.FILL:

@@ -17,12 +17,25 @@ A reset that raises one of them has changed nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 NOTHING_CHANGED = "Nothing was changed."
 
 
 class ResetError(Exception):
-    """Base of every error that miles_reset raises on purpose."""
+    """Base of every error that miles_reset raises on purpose.
+
+    It can be pickled, so that ranks and worker processes can hand it on.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.args, vars(self))
+
+
+def _rebuild(cls: type[ResetError], args: tuple[Any, ...], attributes: dict[str, Any]) -> ResetError:
+    error = cls.__new__(cls, *args)
+    vars(error).update(attributes)
+    return error
 
 
 class UnsupportedOptimizerState(ResetError):

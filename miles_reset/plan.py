@@ -59,9 +59,9 @@ def _plan_state(draft: Draft, batch: Batch, strict: bool) -> list[torch.Tensor]:
     """Plan what lives in ``optimizer.state``; return the parameters that have state."""
     try:
         states: list[Mapping[Any, Any]] = [node.obj.state for node in batch.nodes]
-    except AttributeError as error:
-        node = next(node for node in batch.nodes if not hasattr(node.obj, "state"))
-        raise UnreachableStateError(node.path, f"it has no state: {error}.") from error
+    except Exception as error:
+        path = batch.nodes[0].path
+        raise UnreachableStateError(path, f"it does not give its state: {error!r}.") from error
     keys = list(chain.from_iterable(states))
     entries = [entry for state in states for entry in state.values()]
     nodes = list(chain.from_iterable(map(repeat, batch.nodes, map(len, states))))
@@ -111,16 +111,23 @@ def _plan_entries(
 ) -> None:
     """Plan entries that have the same keys."""
     slots = _slots(draft, batch, list(columns), found.nodes[0], Place.STATE, strict)
-    if any(slot.initial == Initial.ABSENT_ENTRY for slot in slots.values()):
-        states = [node.obj.state for node in found.nodes]
-        draft.writes.append(
-            Write(How.REMOVE_ENTRY, found.nodes, states, None, found.containers, found.parameters)
-        )
-        rows = (Row(slot, Initial.ABSENT_ENTRY, How.REMOVE_ENTRY, found.nodes) for slot in slots.values())
-        draft.rows += rows
+    guard = next((slot for slot in slots.values() if slot.initial and slot.initial.may_drop_entry), None)
+    if guard is None or guard.initial is None:
+        for key, slot in slots.items():
+            draft.plan_slot(slot, batch, found._replace(key=key, values=columns[key]))
         return
-    for key, slot in slots.items():
-        draft.plan_slot(slot, batch, found._replace(key=key, values=columns[key]))
+    for initial, part in batch.resolved(guard.initial, found):
+        if initial != Initial.ABSENT_ENTRY:
+            for key, slot in slots.items():
+                values = [entry[key] for entry in part.containers]
+                draft.plan_slot(slot, batch, part._replace(key=key, values=values))
+            continue
+        _slots(draft, batch, list(columns), part.nodes[0], Place.STATE, strict=True)
+        states = [node.obj.state for node in part.nodes]
+        draft.writes.append(
+            Write(How.REMOVE_ENTRY, part.nodes, states, None, part.containers, part.parameters)
+        )
+        draft.rows += (Row(slot, initial, How.REMOVE_ENTRY, part.nodes) for slot in slots.values())
 
 
 def _plan_rest(draft: Draft, batch: Batch) -> None:

@@ -229,7 +229,7 @@ def _write_others(write: Write) -> None:
                 container[write.key] = value
         case How.REMOVE:
             for container in write.containers:
-                del container[write.key]
+                container.pop(write.key, None)  # gone already where two leaves share their state
         case How.REMOVE_ENTRY:
             for state, parameter in zip(write.containers, write.new, strict=True):
-                del state[parameter]
+                state.pop(parameter, None)

@@ -168,6 +168,14 @@ class Initial:
         """
         return replace(self, dtype=dtype)
 
+    @property
+    def may_drop_entry(self) -> bool:
+        """Whether it is, or may turn out to be, :attr:`ABSENT_ENTRY`."""
+        options = (self.then, self.otherwise)
+        return self.kind is Kind.ABSENT_ENTRY or any(
+            one is not None and one.may_drop_entry for one in options
+        )
+
     def __str__(self) -> str:
         """Say the value in a few words, as the tables print it."""
         return f"{self._words()} ({self.dtype})" if self.dtype else self._words()

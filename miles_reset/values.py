@@ -6,6 +6,7 @@ import enum
 import random
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
+from numbers import Number
 from typing import Any, NamedTuple
 
 import torch
@@ -125,6 +126,10 @@ def plan_value(initial: Initial, value: Any, site: Site) -> Iterator[Write]:
     match initial.kind:
         case Kind.REFUSED:
             raise site.refusal(f"cannot be reset: {initial.value}")
+        case Kind.ABSENT_ENTRY:
+            raise site.refusal(
+                "depends on a flag to be absent with its entry, and another key there does too"
+            )
         case Kind.ABSENT:
             yield site.write(How.REMOVE, value)
         case Kind.NONE:
@@ -148,8 +153,8 @@ def plan_value(initial: Initial, value: Any, site: Site) -> Iterator[Write]:
 def _number_or_tensor(initial: Initial, value: Any, site: Site) -> Iterator[Write]:
     if isinstance(value, torch.Tensor):
         yield from _tensor(initial, value, site)
-    elif type(value) in NUMBERS and initial.kind is Kind.CONSTANT:
-        yield site.write(How.SET, value, type(value)(initial.value))
+    elif isinstance(value, Number) and initial.kind is Kind.CONSTANT:
+        yield site.write(How.SET, value, _like(value, initial.value))
     elif isinstance(value, (list, tuple, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
@@ -159,6 +164,11 @@ def _number_or_tensor(initial: Initial, value: Any, site: Site) -> Iterator[Writ
         yield from _parts(value, vars(value) if hasattr(value, "__dict__") else {}, site)
     else:
         raise site.refusal(f"starts as {initial} and is {type(value).__name__}")
+
+
+def _like(value: Any, number: float) -> Any:
+    """Return a number of a value's own type: int, float, bool, or numpy's."""
+    return type(value)(number)
 
 
 def _tensor(initial: Initial, tensor: torch.Tensor, site: Site) -> Iterator[Write]:

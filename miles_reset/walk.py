@@ -94,6 +94,8 @@ def walk(optimizer: object, registry: Registry, *, strict: bool = True) -> Tree:
             below = _visit(Node(obj, _UNKNOWN, label, parent), tree, met, registry, strict)
             if below is not None and isinstance(below.claim.record, UnwrapRule):
                 levels.append((iter(_children(below, below.claim.record)), below))
+                if len(levels) > _DEEPEST:
+                    raise UnreachableStateError(type(optimizer).__name__, "it is wrapped without end.")
                 break
             if below is not None and below.claim.record.ready is None:
                 plain[type(obj)] = below.claim
@@ -144,6 +146,7 @@ def _overrides_step(cls: type, target: str) -> str:
     return f"whatever its own step() keeps beyond the slots of {target}, for which it is taken"
 
 
+_DEEPEST = 10_000
 _OURSELVES = Provider("miles_reset")
 _COLLECTION = Claim(UnwrapRule("builtins.list", labelled), _OURSELVES)
 _UNKNOWN = Claim(StateSchema("builtins.object"), _OURSELVES)
