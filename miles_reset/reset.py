@@ -6,7 +6,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,6 +18,9 @@ from miles_reset.plan import plan_tree
 from miles_reset.registry import Registry
 from miles_reset.values import PLAIN_TENSORS, How, Write
 from miles_reset.walk import walk
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 logger = logging.getLogger("miles_reset")
 
@@ -63,6 +66,12 @@ class _Account:
             "lines": [line._asdict() for line in self.lines],
             "left_alone": [{"path": path, "reason": reason} for path, reason in self.left_alone],
         }
+
+    def __rich__(self) -> RenderableType:
+        """Return it as a tree, for ``rich.print``."""
+        from miles_reset.render import render
+
+        return render(self)
 
     def _summary(self, verb: str) -> str:
         if not self.leaves:

@@ -201,7 +201,8 @@ def _assert_reset_keeps(trial: Trial, registry: Registry, what: str) -> None:
         assert _same_bits(was, now), f"the reset moved weight {i} by {_gap(was, now)} ({what})"
     fresh = {}
     for held in _state(trial, registry):
-        fresh[held.name] = copy.deepcopy(held.value)
+        value = held.value
+        fresh[held.name] = value.detach().clone() if isinstance(value, torch.Tensor) else value
         was, kind = before.get(held.name, (None, None))
         if isinstance(was, torch.Tensor) and (id(held.container), held.key) not in replaced:
             same = held.value is was and _kind(held.value) == kind

@@ -93,7 +93,10 @@ def walk(optimizer: object, registry: Registry, *, strict: bool = True) -> Tree:
                 continue
             below = _visit(Node(obj, _UNKNOWN, label, parent), tree, met, registry, strict)
             if below is not None and isinstance(below.claim.record, UnwrapRule):
-                levels.append((iter(_children(below, below.claim.record)), below))
+                held = _children(below, below.claim.record)
+                if not held:
+                    tree.left_alone.append((below.path, "holds no optimizers"))
+                levels.append((iter(held), below))
                 if len(levels) > _DEEPEST:
                     raise UnreachableStateError(type(optimizer).__name__, "it is wrapped without end.")
                 break

@@ -6,14 +6,8 @@ Each rule was read off emerging-optimizers 0.3 and is held to the law of :mod:`m
 from miles_reset import Initial, StateSchema, clock, history, hookimpl, momentum, scratch, variance
 
 # Kept in float32 whatever the parameter's dtype is.
-_FLOAT32 = Initial.ZEROS.as_dtype("float32")
-_ZEROS = Initial.ZEROS.as_dtype("default")
-_IDENTITY = Initial.identity().as_dtype("default")
-
-_SOAP = (
-    momentum("exp_avg", _FLOAT32), variance("exp_avg_sq", _FLOAT32), clock("step"),
-    history("L", _ZEROS), history("R", _ZEROS), history("Q_L", _IDENTITY), history("Q_R", _IDENTITY),
-)  # fmt: skip
+_ZEROS = Initial.ZEROS.as_dtype("float32")
+_IDENTITY = Initial.identity().as_dtype("float32")
 
 
 @hookimpl
@@ -31,8 +25,7 @@ def miles_reset_schemas() -> list[StateSchema]:
             momentum("momentum_buffer"), scratch("hyperball_R")),
         StateSchema("emerging_optimizers.psgd.psgd.PSGDPro",
             momentum("exp_avg"), clock("step"),
-            history("Q", Initial.identity("precond_init_scale").as_dtype("default")),
-            history("L", Initial.ONES.as_dtype("default"))),
+            history("Q", Initial.identity("precond_init_scale")), history("L", Initial.ONES)),
         StateSchema("emerging_optimizers.riemannian_optimizers.normalized_optimizer.ObliqueSGD",
             momentum("momentum_buffer")),
         StateSchema("emerging_optimizers.riemannian_optimizers.normalized_optimizer.ObliqueAdam",
@@ -41,6 +34,9 @@ def miles_reset_schemas() -> list[StateSchema]:
             momentum("exp_avg"), variance("exp_avg_sq"), clock("step")),
         StateSchema("emerging_optimizers.scalar_optimizers.lion.Lion",
             momentum("exp_avg")),
-        StateSchema("emerging_optimizers.soap.soap.SOAP", *_SOAP),
-        StateSchema("emerging_optimizers.soap.rekls.REKLS", *_SOAP),
+        # Base of REKLS.
+        StateSchema("emerging_optimizers.soap.soap.SOAP",
+            momentum("exp_avg", _ZEROS), variance("exp_avg_sq", _ZEROS), clock("step"),
+            history("L", _ZEROS), history("R", _ZEROS),
+            history("Q_L", _IDENTITY), history("Q_R", _IDENTITY)),
     ]  # fmt: skip

@@ -1,7 +1,7 @@
 """What Megatron's own optimizers remember, and how its wrappers are unwrapped.
 
-Rules for megatron-core 0.16 to 0.19 and the forks of radixark are held to the law through the real
-wrappers; Transformer Engine's and Apex's optimizers are declared from their sources.
+Rules for megatron-core 0.16 to 0.19 are held to the law through the real wrappers. What the forks of
+radixark add to them, and Transformer Engine's and Apex's optimizers, are declared from their sources.
 """
 
 from typing import Any
@@ -52,10 +52,12 @@ def _refresh_copies(hybrid: Any) -> None:
 def miles_reset_schemas() -> list[StateSchema]:
     """Return the schemas of the optimizers that Megatron steps with."""
     muon = f"{_OPTIMIZER}.emerging_optimizers"
+    # The first step makes the count: a number, or a tensor that a captured graph holds on to.
+    count = Initial.either("capturable", Initial.ZEROS, Initial.ABSENT)
     # DistributedOptimizer loads a step into the state too, if a HybridDeviceOptimizer is between them.
     fused_adam = (
-        momentum("exp_avg"), variance("exp_avg_sq"), clock("step", at="group"),
-        clock("step", Initial.ABSENT), kept("master_param"),
+        momentum("exp_avg"), variance("exp_avg_sq"), clock("step", count, at="group"),
+        clock("step", Initial.ABSENT),
     )  # fmt: skip
     # The kernel takes the first gradient for the momentum; with no dampening, a zero buffer does the same.
     fused_sgd = momentum("momentum_buffer", Initial.either("dampening", Initial.ABSENT, Initial.ZEROS))
@@ -64,7 +66,8 @@ def miles_reset_schemas() -> list[StateSchema]:
         StateSchema(f"{muon}.TensorParallelAdaptiveMuon",
             momentum("momentum_buffer"), variance("moment2_buffer")),
         StateSchema(f"{_OPTIMIZER}.muon.TensorParallelMuon", momentum("momentum_buffer")),  # 0.16
-        StateSchema("transformer_engine.pytorch.optimizers.fused_adam.FusedAdam", *fused_adam),
+        StateSchema("transformer_engine.pytorch.optimizers.fused_adam.FusedAdam",
+            *fused_adam, kept("master_param")),
         StateSchema("transformer_engine.pytorch.optimizers.fused_sgd.FusedSGD", fused_sgd),
         StateSchema("apex.optimizers.fused_adam.FusedAdam", *fused_adam),
         StateSchema("apex.optimizers.fused_sgd.FusedSGD", fused_sgd),

@@ -72,9 +72,10 @@ def miles_reset_schemas() -> list[StateSchema]:
 def miles_reset_unwrap_rules() -> list[UnwrapRule]:
     """Return the rules of torch's own wrappers."""
     return [
-        # Copies its own groups down to its child at each step, and the child's back after it.
+        # Copies its own groups down to its child at each step, and the child's back after it. A load leaves
+        # copies of the child's state in its own, where nothing reads them but a later save.
         UnwrapRule("torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer",
-            "optim", stale_groups="delete"),
+            "optim", history("state", Initial.EMPTY, at="attribute"), stale_groups="delete"),
         # Averages parameters every so many steps, counted from the start.
         UnwrapRule("torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer",
             "optim", clock("averager.step", at="attribute")),

@@ -1,0 +1,169 @@
+"""Hold torch's own wrappers to the law of a reset, on two ranks over gloo."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from fakes import plugin
+from ranks import run_ranks
+from torch import distributed
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.optim import SGD, AdamW, Optimizer
+from variants import draw, step_some
+
+from miles_reset import (
+    StateSchema,
+    UnwrapRule,
+    clock,
+    load_registry,
+    momentum,
+    plan_reset,
+    reset_optimizer_states,
+)
+from miles_reset.registry import class_name
+from miles_reset.testing import Parameters, Trial, assert_reset_is_fresh, sample_parameters, trial_of
+
+RANKS = 2
+LAW = {"warmups": (0, 3), "further": 8}  # with 4, what happens every fourth step would not show
+
+
+class GroupClock(Optimizer):
+    """Count the steps in the group, as FusedAdam of Transformer Engine and apex does."""
+
+    __module__ = "toys"
+
+    def __init__(self, params: Parameters, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg"].lerp_(parameter.grad, 0.1)
+                parameter.sub_(state["exp_avg"] / (1 - 0.9 ** group["step"]), alpha=group["lr"])
+
+
+TOYS = plugin("toys", StateSchema("toys.GroupClock", momentum("exp_avg"), clock("step", at="group")))
+
+
+# ZeroRedundancyOptimizer: each rank steps some of the parameters
+
+
+def zero(leaf: type[Optimizer]) -> Callable[[Parameters], Trial]:
+    def build(parameters: Parameters) -> Trial:
+        optimizer = ZeroRedundancyOptimizer(parameters, leaf, lr=0.1)
+
+        def save_and_load() -> None:
+            for rank in range(RANKS):  # one rank at a time has all of the state
+                optimizer.consolidate_state_dict(rank)
+                if rank == distributed.get_rank():
+                    saved = copy.deepcopy(optimizer.state_dict())
+            optimizer.load_state_dict(saved)
+
+        inner = trial_of(optimizer, parameters)
+        return Trial(optimizer, inner.step, inner.weights, save_and_load)
+
+    return build
+
+
+def hold_zero() -> None:
+    assert_reset_is_fresh(zero(AdamW), **LAW)
+    assert_reset_is_fresh(zero(GroupClock), **LAW, registry=load_registry(plugins=[TOYS]))
+
+
+def test_reset_is_fresh_below_zero_redundancy_optimizer() -> None:
+    run_ranks(hold_zero, RANKS)
+
+
+def bring_the_fault_back() -> None:
+    no_stale_groups = UnwrapRule(class_name(ZeroRedundancyOptimizer), "optim", override=True)
+    registry = load_registry(plugins=[TOYS, plugin("fault", no_stale_groups)])
+    with pytest.raises(AssertionError, match=r"step 1 of 8 leaves weight 0 off"):
+        assert_reset_is_fresh(zero(GroupClock), **LAW, registry=registry)
+
+
+def test_count_returns_where_the_rule_does_not_name_stale_groups() -> None:
+    run_ranks(bring_the_fault_back, RANKS)
+
+
+def load_and_reset() -> None:
+    trial = step_some(zero(AdamW)(sample_parameters()))
+    trial.reload()
+    assert trial.optimizer.state
+    reset_optimizer_states(trial.optimizer)
+    assert not trial.optimizer.state
+
+
+def test_copies_that_a_load_leaves_in_zero_redundancy_optimizer_go() -> None:
+    run_ranks(load_and_reset, RANKS)
+
+
+# PostLocalSGDOptimizer: each rank steps by itself, and every so often they average
+
+
+def post_local(leaf: type[Optimizer]) -> Callable[[Parameters], Trial]:
+    def build(parameters: Parameters) -> Trial:
+        optimizer = PostLocalSGDOptimizer(leaf(parameters, lr=0.1), PeriodicModelAverager(period=4))
+
+        def step(i: int) -> None:
+            for number, parameter in enumerate(parameters):
+                parameter.grad = draw(parameter, 100 * i + 10 * distributed.get_rank() + number)
+            optimizer.step()
+
+        return Trial(optimizer, step, lambda: parameters)
+
+    return build
+
+
+def hold_post_local() -> None:
+    assert_reset_is_fresh(post_local(AdamW), **LAW)
+    assert_reset_is_fresh(post_local(SGD), **LAW)  # has no history but the averager's
+
+
+def test_reset_is_fresh_below_post_local_sgd_optimizer() -> None:
+    run_ranks(hold_post_local, RANKS)
+
+
+# FSDP2: no wrapper, but parameters and state are sharded
+
+
+def sharded(leaf: Callable[[Parameters], Optimizer]) -> Callable[[Parameters], Trial]:
+    def build(_: Parameters) -> Trial:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 1))
+        fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+        optimizer = leaf(list(model.parameters()))
+
+        def step(i: int) -> None:
+            optimizer.zero_grad()
+            inputs = torch.randn(
+                3, 6, generator=torch.Generator().manual_seed(10 * i + distributed.get_rank())
+            )
+            model(inputs).square().sum().backward()
+            optimizer.step()
+
+        return Trial(optimizer, step, lambda: list(model.parameters()))
+
+    return build
+
+
+def hold_fsdp2() -> None:
+    assert_reset_is_fresh(sharded(AdamW), **LAW)
+    assert_reset_is_fresh(sharded(lambda parameters: SGD(parameters, momentum=0.9, dampening=0.3)), **LAW)
+    optimizer = step_some(sharded(AdamW)(sample_parameters())).optimizer
+    shards = [state["exp_avg"].to_local() for state in optimizer.state.values()]
+    empty = [shard.numel() == 0 for shard in shards]
+    assert any(empty) == (distributed.get_rank() == 1)
+    assert plan_reset(optimizer).counts == {"filled in place": 3 * len(shards)}
+
+
+def test_reset_is_fresh_where_fsdp2_shards_the_state() -> None:
+    run_ranks(hold_fsdp2, RANKS)
