@@ -49,16 +49,18 @@ def load_registry(
     found: dict[Provider, object] = {}
     seen: dict[str, Provider] = {}
     installed = _installed(off) if entry_points else []
-    for provider, plugin in [
-        *installed,
-        *((Provider(_name(plugin)), plugin) for plugin in plugins),
-    ]:
+    there = {id(plugin) for _, plugin in installed}
+    handed = [(Provider(_name(plugin)), plugin) for plugin in plugins if id(plugin) not in there]
+    for provider, plugin in [*installed, *handed]:
         if provider.plugin in off:
             continue
         if provider.plugin in seen and found[seen[provider.plugin]] is not plugin:
             both = [seen[provider.plugin], provider]
             raise ConflictError(
-                f"The plugin name {provider.plugin!r}", [str(p) for p in both], [provider.plugin]
+                f"The plugin name {provider.plugin!r}",
+                [str(p) for p in both],
+                [provider.plugin],
+                f"Uninstall one, or disable both with MILES_RESET_DISABLE={provider.plugin}.",
             )
         found[seen.setdefault(provider.plugin, provider)] = plugin
     known = {provider.plugin for provider, _ in installed} | set(seen)
@@ -111,6 +113,13 @@ def _records(provider: Provider, plugin: object) -> tuple[Record, ...]:
         raise PluginError(
             provider.plugin, provider.source, f"is refused by pluggy: {error}. Hooks are: {hooks}."
         ) from error
+    if not manager.get_hookcallers(plugin):
+        hooks = ", ".join(HOOKS)
+        raise PluginError(
+            provider.plugin,
+            provider.source,
+            f"implements no hook. Mark one with @hookimpl. Hooks are: {hooks}.",
+        )
     return tuple(
         record
         for hook, expected in HOOKS.items()

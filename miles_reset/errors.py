@@ -141,9 +141,8 @@ class ConflictError(PluginError):
         self.claimants = tuple(claimants)
         self.plugin = names[-1]
         self.distribution = ""
-        how = why or "Set override=True in the one that should win"
-        Exception.__init__(
-            self,
-            f"{target} is claimed by {' and '.join(self.claimants)}. {how}, "
-            f"or disable one with MILES_RESET_DISABLE={self.plugin}.",
+        how = why or (
+            "Set override=True in the one that should win, "
+            f"or disable one with MILES_RESET_DISABLE={self.plugin}."
         )
+        Exception.__init__(self, f"{target} is claimed by {' and '.join(self.claimants)}. {how}")

@@ -134,8 +134,9 @@ def _plan_rest(draft: Draft, batch: Batch) -> None:
     """Plan what lives in param groups and attributes."""
     record = batch.record
     for slot in record.at(Place.GROUP):
-        held = [(node, group) for node, group in batch.groups if slot.key in group]
-        _plan_held(draft, batch, slot, slot.key, held)
+        for key in _keys(slot, record, (group for _, group in batch.groups)):
+            held = [(node, group) for node, group in batch.groups if key in group]
+            _plan_held(draft, batch, slot, key, held)
     for slot in record.at(Place.ATTRIBUTE):
         *owners, name = slot.key.split(".")
         held = []
@@ -146,6 +147,16 @@ def _plan_rest(draft: Draft, batch: Batch) -> None:
             if name in getattr(owner, "__dict__", {}):
                 held.append((node, vars(owner)))
         _plan_held(draft, batch, slot, name, held)
+
+
+def _keys(slot: Slot, record: Any, holders: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the keys that a slot names: its own, or what its pattern matches and no other slot names."""
+    if "*" not in slot.key:
+        return [slot.key]
+    taken = {"params", *(other.key for other in record.at(slot.at))}
+    return [
+        key for key in dict.fromkeys(chain.from_iterable(holders)) if slot.matches(key) and key not in taken
+    ]
 
 
 def _plan_stale_groups(draft: Draft, batch: Batch, leaves: Iterable[list[Node]]) -> None:

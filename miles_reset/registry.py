@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -89,10 +90,12 @@ class Registry:
         own = self.claims.get(class_name(cls))
         if own is not None:
             return own
-        bases = [self.claims.get(class_name(base)) for base in cls.__mro__[1:]]
-        inherited = [claim for claim in bases if claim is not None and not claim.record.exact]
-        rules = [claim for claim in inherited if isinstance(claim.record, UnwrapRule)]
-        return next(iter(rules or inherited), None)
+        if any(self.aliases(cls)):
+            return None  # claimed, but under another name: what a base holds is not what was meant
+        bases = (self.claims.get(class_name(base)) for base in cls.__mro__[1:])
+        near = list(takewhile(lambda claim: not claim.record.exact, (claim for claim in bases if claim)))
+        rules = [claim for claim in near if isinstance(claim.record, UnwrapRule)]
+        return next(iter(rules or near), None)
 
     def aliases(self, cls: type) -> Iterator[str]:
         """Yield the claimed names under which a class can be imported, other than its own.
@@ -112,12 +115,15 @@ def class_name(cls: type[Any]) -> str:
 
 def _winner(target: str, claims: list[Claim]) -> Claim:
     overriding = [claim for claim in claims if claim.record.override]
-    winners = overriding or claims
+    winners = sorted(overriding or claims, key=lambda claim: claim.provider.distribution != "miles-reset")
     if len(winners) == 1:
         return winners[0]
+    last = winners[-1].provider.plugin
     raise ConflictError(
         target,
         [str(claim.provider) for claim in winners],
         [claim.provider.plugin for claim in winners],
-        "Both set override=True. Leave it out in one" if overriding else "",
+        f"Both set override=True. Leave it out in one, or disable one with MILES_RESET_DISABLE={last}."
+        if overriding
+        else "",
     )

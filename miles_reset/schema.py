@@ -230,6 +230,11 @@ class Slot:
 
     def __post_init__(self) -> None:
         """Check that exactly the slots that a reset writes say what is written."""
+        vars(self).update(role=Role(self.role), at=Place(self.at))
+        if self.initial is not None and not isinstance(self.initial, Initial):
+            raise TypeError(
+                f"slot {self.key!r}: {self.initial!r} is not an Initial; use Initial.constant() or another"
+            )
         if (self.initial is None) != (self.role in (Role.KEPT, Role.SCRATCH)):
             raise ValueError(f"slot {self.key!r}: {self.role} with initial value {self.initial}")
 
@@ -270,6 +275,11 @@ def scratch(key: str, *, at: str = Place.STATE) -> Slot:
 
 def dotted_name(target: str) -> str:
     """Check that a target is ``module.Class`` and return it."""
+    if not isinstance(target, str):
+        name = f"{getattr(target, '__module__', '')}.{getattr(target, '__qualname__', '')}".strip(".")
+        raise TypeError(
+            f"target is {target!r}, not a dotted name; a plugin claims a class by its name: {name!r}"
+        )
     parts = target.split(".")
     if len(parts) < 2 or not all(part.isidentifier() or part == "<locals>" for part in parts):
         raise ValueError(f"target {target!r} is not a dotted class name such as 'torch.optim.adam.Adam'")
@@ -332,9 +342,12 @@ class StateSchema(Slotted):
         exact: bool = False,
         override: bool = False,
     ) -> None:
+        slots = distinct(target, slots)
+        if strays := [slot.key for slot in slots if slot.at is Place.CHILD]:
+            raise ValueError(f"{target}: only a wrapper's rule may say at='child', and {strays} do")
         vars(self).update(
             target=dotted_name(target),
-            slots=distinct(target, slots),
+            slots=slots,
             ready=ready,
             exact=exact,
             override=override,

@@ -85,8 +85,10 @@ def trial_of(optimizer: Any, parameters: Parameters) -> Trial:
                 gradient = torch.complex(gradient, imaginary)
             parameter.grad = gradient.to(parameter.device, parameter.dtype)
         before = random.getstate()
-        with torch.random.fork_rng():
-            torch.manual_seed(i)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(i)  # torch.manual_seed is slow in a CUDA build
+            if torch.cuda.is_available():
+                torch.cuda.manual_seed_all(i)
             random.seed(i)
             optimizer.step()
         random.setstate(before)

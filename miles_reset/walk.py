@@ -129,7 +129,7 @@ def _visit(node: Node, tree: Tree, met: dict[int, Node], registry: Registry, str
             return None
         claim = _TRANSPARENT
     met[id(obj)] = node = node._replace(claim=claim)
-    if claim.record.ready is not None and (reason := claim.record.ready(obj)):
+    if claim.record.ready is not None and (reason := _reason(node)):
         raise UnreachableStateError(node.path, reason)
     if isinstance(claim.record, UnwrapRule):
         tree.wrappers.append(node)
@@ -167,6 +167,15 @@ def _unknown(path: str, cls: type, inner: object, registry: Registry) -> Unknown
             f'It holds an optimizer; if that is all it holds, UnwrapRule("{name}", "optimizer") declares it.'
         )
     return UnknownOptimizerError(path, cls, plugins=plugins, hint=hint)
+
+
+def _reason(node: Node) -> str | None:
+    record = node.claim.record
+    try:
+        return record.ready(node.obj) if record.ready is not None else None
+    except Exception as error:
+        reason = f"ready() of the record of {node.claim.provider} failed: {error!r}."
+        raise UnreachableStateError(node.path, reason) from error
 
 
 def _children(node: Node, rule: UnwrapRule) -> Sequence[tuple[str, Any]]:

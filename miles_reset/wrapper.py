@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, ItemsView, Iterator, ValuesView
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from miles_reset.schema import Ready, Slot, Slotted, distinct, dotted_name
 
-Children = Callable[[Any], Iterable[tuple[str, Any]]]
+Children = Callable[[Any], Any]
 
 
 @dataclass(frozen=True, init=False)
@@ -24,8 +24,8 @@ class UnwrapRule(Slotted):
     Attributes:
         target: The class by its dotted name.
         children: The attribute that holds one optimizer, or a list, tuple or dict of them; or a
-            function ``children(wrapper) -> [(label, child)]``. None for a child, and no child at
-            all, are legal: a stub.
+            function ``children(wrapper)`` that returns such, or pairs ``(label, child)``. None for a
+            child, and no child at all, are legal: a stub.
         slots: What the wrapper owns itself, each at its place; ``at="child"`` for a key that it
             keeps in the state of the optimizer below.
         stale_groups: For a wrapper that copies its own groups down to its children at each step:
@@ -60,6 +60,8 @@ class UnwrapRule(Slotted):
     ) -> None:
         if not isinstance(children, str) and not callable(children):
             raise TypeError(f"{target}: children is {children!r}, not an attribute's name or a function")
+        if stale_groups not in ("delete", "set", None):
+            raise ValueError(f"{target}: stale_groups is {stale_groups!r}, not 'delete', 'set' or None")
         vars(self).update(
             target=dotted_name(target),
             children=children,
@@ -73,9 +75,8 @@ class UnwrapRule(Slotted):
 
     def children_of(self, wrapper: object) -> list[tuple[str, Any]]:
         """Return what the wrapper holds, with labels; a label is empty for an only child."""
-        if not isinstance(self.children, str):
-            return list(self.children(wrapper))
-        return labelled(getattr(wrapper, self.children))
+        children = self.children
+        return labelled(getattr(wrapper, children) if isinstance(children, str) else children(wrapper))
 
 
 def labelled(held: Any) -> list[tuple[str, Any]]:
@@ -85,12 +86,15 @@ def labelled(held: Any) -> list[tuple[str, Any]]:
     """
     if isinstance(held, dict):
         return [(str(key), child) for key, child in held.items()]
+    if isinstance(held, (Iterator, ItemsView, ValuesView)):
+        held = list(held)
     if isinstance(held, (list, tuple)):
         if tuple in map(type, held):
-            return [item if _is_pair(item) else (str(i), item) for i, item in enumerate(held)]
+            pairs = (item if _is_pair(item) else (i, item) for i, item in enumerate(held))
+            return [(str(label), child) for label, child in pairs]
         return [(str(i), item) for i, item in enumerate(held)]
     return [("", held)]
 
 
 def _is_pair(item: object) -> bool:
-    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+    return isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], (str, int))

@@ -31,6 +31,7 @@ ORDER = [
     "draft",
     "plan",
     "lines",
+    "render",
     "reset",
 ]
 
