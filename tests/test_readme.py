@@ -1,0 +1,19 @@
+"""The README is true: its Python blocks run, in order, and print what it shows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import run_page
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = [block for block in run_page.blocks(README.read_text()) if block.language in ("python", "text")]
+    page = tmp_path / "README.md"
+    page.write_text("".join(f"```{block.language}\n{block.body}```\n" for block in python))
+    monkeypatch.chdir(tmp_path)
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    assert run_page.run(page, namespace) == sum(block.language == "python" for block in python)
+    assert list(tmp_path.iterdir()) == [page]
