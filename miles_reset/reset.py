@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +19,7 @@ from miles_reset.lines import Line, lines, table
 from miles_reset.plan import plan_tree
 from miles_reset.registry import Registry
 from miles_reset.values import PLAIN_TENSORS, How, Write
-from miles_reset.walk import walk
+from miles_reset.walk import Node, walk
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -104,6 +106,7 @@ class ResetPlan(_Account):
     """
 
     _draft: Draft = field(repr=False, compare=False)
+    _plan_again: Callable[[], Draft] = field(repr=False, compare=False)
 
     def apply(self) -> ResetReport:
         """Carry the plan out.
@@ -112,11 +115,10 @@ class ResetPlan(_Account):
             UnreachableStateError: The state is no longer the one that the plan was made for.
                 Nothing was changed.
         """
-        for found in self._draft.found:
-            for node, container, value in zip(found.nodes, found.containers, found.values, strict=True):
-                if container.get(found.key, self) is not value:
-                    reason = f"{found.key!r} has changed since the reset was planned. Plan it anew."
-                    raise UnreachableStateError(node.path, reason)
+        if moved := _moved(self._draft, self._plan_again()):
+            node, key = moved
+            reason = f"{key!r} has changed since the reset was planned. Plan it anew."
+            raise UnreachableStateError(node.path, reason)
         return self._execute()
 
     def _execute(self) -> ResetReport:
@@ -148,10 +150,14 @@ def plan_reset(optimizer: object, *, strict: bool = True, registry: Registry | N
         UnreachableStateError: State is offloaded, released, or on disk.
         UnsupportedOptimizerState: State cannot be brought to a fresh value.
     """
-    registry = registry or default_registry()
-    tree = walk(optimizer, registry, strict=strict)
-    draft = plan_tree(tree, registry, strict=strict)
-    return ResetPlan(draft.rows, len(tree.leaves), tuple(draft.left_alone), draft)
+    where = registry or default_registry()
+
+    def draft_plan() -> tuple[int, Draft]:
+        tree = walk(optimizer, where, strict=strict)
+        return len(tree.leaves), plan_tree(tree, where, strict=strict)
+
+    leaves, draft = draft_plan()
+    return ResetPlan(draft.rows, leaves, tuple(draft.left_alone), draft, lambda: draft_plan()[1])
 
 
 def reset_optimizer_states(
@@ -175,6 +181,17 @@ def reset_optimizer_states(
         UnsupportedOptimizerState: See :func:`plan_reset`.
     """
     return plan_reset(optimizer, strict=strict, registry=registry)._execute()
+
+
+def _moved(planned: Draft, now: Draft) -> tuple[Node, Any] | None:
+    """Return where a value is that is not the one planned for, or is in another place, if any."""
+    for was, found in zip_longest(planned.found, now.found):
+        if was is None or found is None:
+            return (found or was).nodes[0], (found or was).key
+        same = was.key == found.key and len(was.values) == len(found.values)
+        if not (same and all(map(is_, was.containers + was.values, found.containers + found.values))):
+            return was.nodes[0], was.key
+    return None
 
 
 def _level() -> int:

@@ -27,6 +27,8 @@ from miles_reset import (
 from miles_reset.registry import class_name
 from miles_reset.testing import Parameters, Trial, assert_reset_is_fresh, sample_parameters, trial_of
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 LAW = {"warmups": (0, 3), "further": 8}  # with 4, what happens every fourth step would not show
 
@@ -77,6 +79,11 @@ def zero(leaf: type[Optimizer]) -> Callable[[Parameters], Trial]:
 def hold_zero() -> None:
     assert_reset_is_fresh(zero(AdamW), **LAW)
     assert_reset_is_fresh(zero(GroupClock), **LAW, registry=load_registry(plugins=[TOYS]))
+    trial = step_some(zero(AdamW)(sample_parameters()))
+    trial.reload()
+    assert trial.optimizer.state  # copies that a load leaves, and a later save takes where a leaf has none
+    reset_optimizer_states(trial.optimizer)
+    assert not trial.optimizer.state
 
 
 def test_reset_is_fresh_below_zero_redundancy_optimizer() -> None:
@@ -92,18 +99,6 @@ def bring_the_fault_back() -> None:
 
 def test_count_returns_where_the_rule_does_not_name_stale_groups() -> None:
     run_ranks(bring_the_fault_back, RANKS)
-
-
-def load_and_reset() -> None:
-    trial = step_some(zero(AdamW)(sample_parameters()))
-    trial.reload()
-    assert trial.optimizer.state
-    reset_optimizer_states(trial.optimizer)
-    assert not trial.optimizer.state
-
-
-def test_copies_that_a_load_leaves_in_zero_redundancy_optimizer_go() -> None:
-    run_ranks(load_and_reset, RANKS)
 
 
 # PostLocalSGDOptimizer: each rank steps by itself, and every so often they average
