@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from miles_reset.errors import NOTHING_CHANGED, UnreachableStateError, UnsupportedOptimizerState
-from miles_reset.values import How, Write
+from miles_reset.values import How, Write, local
 
 # No allocator hands out addresses below this one, but for the heap of a program that was linked at a
 # fixed address; a released storage's address is its view's offset. Whatever is below is looked at.
@@ -23,29 +24,39 @@ _SUSPECT = 1 << 40
 _IN_PLACE = (How.FILL, How.DIAGONAL, How.COPY)
 
 
-def check_tensors(writes: list[Write], parameters: Sequence[torch.Tensor]) -> list[Write]:
+def check_tensors(writes: list[Write], weights: list[torch.Tensor]) -> list[Write]:
     """Refuse tensors that cannot be written, and give aliases a tensor of their own.
+
+    Args:
+        writes: What is to be written.
+        weights: Parameters, and whatever else is kept.
 
     Returns:
         The writes that put a new tensor in place of all but the first of several aliases.
 
     Raises:
         UnreachableStateError: A tensor's storage is not there.
-        UnsupportedOptimizerState: A tensor is a parameter, or shares its first element with one.
+        UnsupportedOptimizerState: A tensor is a weight, or begins within one.
     """
     in_place = [write for write in writes if write.how in _IN_PLACE]
     addresses = array("Q")
-    for tensors in (parameters, *(write.old for write in in_place)):
-        addresses.extend(_addresses(tensors))
-    if len(addresses) == len(parameters):
+    for write in in_place:
+        addresses.extend(_addresses(write.old))
+    if not addresses:
         return []
     in_order = torch.frombuffer(addresses, dtype=torch.int64).sort().values
     if in_order[0] < _SUSPECT:
         for write in in_place:
             _check_storages(write)
+    if weights:
+        weights = list(map(local, weights))
+        begin = torch.frombuffer(array("Q", _addresses(weights)), dtype=torch.int64)
+        end = begin + torch.frombuffer(array("Q", map(attrgetter("nbytes"), weights)), dtype=torch.int64)
+        within = torch.searchsorted(in_order, end) > torch.searchsorted(in_order, begin)
+        if (within & (begin > 0)).any():
+            _refuse_weights(in_place, begin[within].tolist(), end[within].tolist())
     if not (in_order[1:] == in_order[:-1]).any():
         return []
-    _refuse_weights(in_place, set(_addresses(parameters)) - {0})
     return list(_unshare(in_place))
 
 
@@ -74,14 +85,14 @@ def _check_storages(write: Write) -> None:
             )
 
 
-def _refuse_weights(writes: list[Write], weights: set[int]) -> None:
+def _refuse_weights(writes: list[Write], begin: list[int], end: list[int]) -> None:
     for write in writes:
         for i, address in enumerate(_addresses(write.old)):
-            if address in weights:
+            if address and any(first <= address < last for first, last in zip(begin, end, strict=True)):
                 path = write.nodes[i].path
                 raise UnsupportedOptimizerState(
                     path,
-                    f"{write.key!r} at {path} is a parameter, or starts where one does: to reset it would "
+                    f"{write.key!r} at {path} is a weight, or lies within one: to reset it would "
                     f"change the weights. {NOTHING_CHANGED} Declare it with kept().",
                 )
 

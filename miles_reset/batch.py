@@ -73,8 +73,9 @@ class Batch:
         return any(group.get("differentiable") for _, group in self.groups)
 
     @cached_property
-    def _group_of(self) -> dict[int, MutableMapping[str, Any]]:
-        return {id(parameter): group for _, group in self.groups for parameter in group["params"]}
+    def _group_of(self) -> dict[tuple[int, int], MutableMapping[str, Any]]:
+        groups = self.groups
+        return {(id(node), id(one)): group for node, group in groups for one in group.get("params", ())}
 
     def slot(self, key: Any, place: Place) -> Slot | None:
         """Return the slot of a key: a wrapper's above first, and a whole key before a pattern."""
@@ -88,7 +89,7 @@ class Batch:
         parameter = group = None
         if found.parameters:
             parameter = found.parameters[i]
-            group = self._group_of.get(id(parameter))
+            group = self._group_of.get((id(node), id(parameter)))
             groups = node.obj.param_groups
             if group is None and len(groups) == 1:  # it has let go of its parameters between steps
                 group = groups[0]

@@ -45,6 +45,7 @@ def load_registry(
         PluginError: A plugin fails to import or to answer, or implements a hook that is none.
         ConflictError: Two plugins claim one class, or bear one name.
     """
+    disabled = [disabled] if isinstance(disabled, str) else disabled
     off = {name.strip() for name in os.environ.get(DISABLE, "").split(",") if name.strip()} | set(disabled)
     found: dict[Provider, object] = {}
     seen: dict[str, Provider] = {}

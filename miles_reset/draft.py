@@ -11,7 +11,7 @@ import torch
 
 from miles_reset.batch import Batch, Found
 from miles_reset.schema import Initial, Kind, Role, Slot
-from miles_reset.values import NUMBERS, PLAIN_TENSORS, How, Write, named_dtype, plan_value
+from miles_reset.values import NUMBERS, PLAIN_TENSORS, How, Write, check_number, named_dtype, plan_value
 from miles_reset.walk import Node
 
 
@@ -39,6 +39,7 @@ class Draft:
         rows: What becomes of each slot.
         writes: What is written where.
         left_alone: Path and reason for each thing that is not reset.
+        weights: Parameters, and whatever else is kept: no write may reach into them.
         grown: Tensors that carry an autograd graph, in differentiable optimizers; they let go of it.
         found: The values, slot by slot, that the plan was made from.
     """
@@ -46,6 +47,7 @@ class Draft:
     rows: list[Row] = field(default_factory=list)
     writes: list[Write] = field(default_factory=list)
     left_alone: list[tuple[str, str]] = field(default_factory=list)
+    weights: list[torch.Tensor] = field(default_factory=list)
     grown: list[torch.Tensor] = field(default_factory=list)
     found: list[Found] = field(default_factory=list)
 
@@ -54,12 +56,21 @@ class Draft:
         if slot.initial is None:
             outcome = "kept" if slot.role is Role.KEPT else "ignored"
             self.rows.append(Row(slot, None, outcome, found.nodes))
+            if slot.role is Role.KEPT:
+                self.weights += (v for v in found.values if isinstance(v, torch.Tensor))
             return
         self.found.append(found)
         if batch.differentiable:
-            self.grown += (v for v in found.values if isinstance(v, torch.Tensor) and v.requires_grad)
+            for i, value in enumerate(found.values):
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    if value._is_view():
+                        raise batch.site(found, i).refusal("is a view within an autograd graph")
+                    self.grown.append(value)
         for initial, part in batch.resolved(slot.initial, found):
             write = _write_all_alike(initial, part)
+            if write is not None and write.how is How.FILL and initial.value:
+                for dtype in set(map(attrgetter("dtype"), part.values)):
+                    check_number(initial.value, dtype, batch.site(part, 0))
             if write is None:
                 self._plan_each(slot, initial, batch, part)
             else:
@@ -97,7 +108,7 @@ def _write_all_alike(initial: Initial, found: Found) -> Write | None:
         if initial.dtype and {named_dtype(initial.dtype)} != set(map(attrgetter("dtype"), values)):
             return None
         return Write(How.FILL, found.nodes, found.containers, found.key, list(values), initial.value)
-    if len(types) == 1 and NUMBERS.issuperset(types):
+    if len(types) == 1 and NUMBERS.issuperset(types) and initial.value == 0:
         fresh = [types.pop()(initial.value)] * len(values)
         return Write(How.SET, found.nodes, found.containers, found.key, values, fresh)
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import chain, repeat
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from miles_reset.draft import Draft, Row
 from miles_reset.errors import UndeclaredStateError, UnreachableStateError
 from miles_reset.registry import Registry
 from miles_reset.schema import Initial, Place, Slot
-from miles_reset.values import PLAIN_TENSORS, How, Write
+from miles_reset.values import PLAIN_TENSORS, How, Site, Write
 from miles_reset.walk import Node, Tree
 from miles_reset.wrapper import UnwrapRule
 
@@ -36,32 +36,35 @@ def plan_tree(tree: Tree, registry: Registry, *, strict: bool = True) -> Draft:
     batches: dict[tuple[int, int], list[Node]] = {}
     for leaf in tree.leaves:
         batches.setdefault((id(leaf.claim), id(leaf.parent)), []).append(leaf)
-    parameters: list[torch.Tensor] = []
     for nodes in batches.values():
         foreign = tuple(slot for above in nodes[0].wrappers() for slot in above.claim.record.at(Place.CHILD))
         batch = Batch(nodes, registry, foreign)
-        parameters += _plan_state(draft, batch, strict)
+        _plan_state(draft, batch, strict)
         _plan_rest(draft, batch)
     for node in reversed(tree.wrappers):
         batch = Batch([node], registry)
         if batch.record.at(Place.STATE) or batch.record.at(Place.NAMED):
-            parameters += _plan_state(draft, batch, strict)
+            _plan_state(draft, batch, strict)
         _plan_rest(draft, batch)
         _plan_stale_groups(draft, batch, batches.values())
-    for write in check_tensors(draft.writes, parameters):
+    for write in check_tensors(draft.writes, draft.weights):
         draft.writes.append(write)
-        row = next(row for row in draft.rows if row.slot.matches(write.key))
+        of_node = [row for row in draft.rows if write.nodes[0] in row.nodes]
+        row = next((row for row in of_node if row.slot.matches(write.key)), of_node[0])
         draft.rows.append(row._replace(outcome="replaced: one tensor was shared", nodes=write.nodes))
     return draft
 
 
-def _plan_state(draft: Draft, batch: Batch, strict: bool) -> list[torch.Tensor]:
-    """Plan what lives in ``optimizer.state``; return the parameters that have state."""
+def _plan_state(draft: Draft, batch: Batch, strict: bool) -> None:
+    """Plan what lives in ``optimizer.state``."""
     try:
         states: list[Mapping[Any, Any]] = [node.obj.state for node in batch.nodes]
     except Exception as error:
         path = batch.nodes[0].path
         raise UnreachableStateError(path, f"it does not give its state: {error!r}.") from error
+    for node, state in zip(batch.nodes, states, strict=True):
+        if not isinstance(state, Mapping):
+            raise UnreachableStateError(node.path, f"its state is a {type(state).__name__}.")
     keys = list(chain.from_iterable(states))
     entries = [entry for state in states for entry in state.values()]
     nodes = list(chain.from_iterable(map(repeat, batch.nodes, map(len, states))))
@@ -75,9 +78,12 @@ def _plan_state(draft: Draft, batch: Batch, strict: bool) -> list[torch.Tensor]:
                 draft.plan_slot(slot, batch, Found(key, [node], [node.obj.state], [value], ()))
         found = found.select([i for i, yes in enumerate(is_entry) if yes])
         keys = [key for key in found.parameters if isinstance(key, torch.Tensor)]
+    in_groups = list(chain.from_iterable(group.get("params", ()) for _, group in batch.groups))
+    draft.weights += in_groups
+    if len(keys) != len(in_groups) or not all(map(is_, keys, in_groups)):
+        draft.weights += keys
     for alike, columns in _layouts(found):
         _plan_entries(draft, batch, alike, columns, strict)
-    return keys
 
 
 def _layouts(found: Found) -> Iterator[tuple[Found, Mapping[Any, list[Any]]]]:
@@ -98,7 +104,7 @@ def _layouts(found: Found) -> Iterator[tuple[Found, Mapping[Any, list[Any]]]]:
 
 def _columns(entries: list[Mapping[Any, Any]]) -> dict[Any, list[Any]] | None:
     """Gather the values of each key, if all entries have the same keys."""
-    if len(set(map(len, entries))) > 1:
+    if set(map(type, entries)) != {dict} or len(set(map(len, entries))) > 1:
         return None
     try:
         return {key: list(map(itemgetter(key), entries)) for key in entries[0]}
@@ -146,6 +152,9 @@ def _plan_rest(draft: Draft, batch: Batch) -> None:
                 owner = getattr(owner, step, None)
             if name in getattr(owner, "__dict__", {}):
                 held.append((node, vars(owner)))
+            elif owner is not None and hasattr(owner, name):
+                site = Site(node, None, slot.key, None, None, batch.registry)
+                raise site.refusal("is a property or belongs to the class, and cannot be set by its name")
         _plan_held(draft, batch, slot, name, held)
 
 

@@ -115,7 +115,8 @@ class ResetPlan(_Account):
             UnreachableStateError: The state is no longer the one that the plan was made for.
                 Nothing was changed.
         """
-        if moved := _moved(self._draft, self._plan_again()):
+        now = self._plan_again()
+        if moved := _moved(self._draft, now):
             node, key = moved
             reason = f"{key!r} has changed since the reset was planned. Plan it anew."
             raise UnreachableStateError(node.path, reason)
@@ -153,8 +154,9 @@ def plan_reset(optimizer: object, *, strict: bool = True, registry: Registry | N
     where = registry or default_registry()
 
     def draft_plan() -> tuple[int, Draft]:
-        tree = walk(optimizer, where, strict=strict)
-        return len(tree.leaves), plan_tree(tree, where, strict=strict)
+        with torch.inference_mode(False), torch.no_grad():  # what is made here goes into the state
+            tree = walk(optimizer, where, strict=strict)
+            return len(tree.leaves), plan_tree(tree, where, strict=strict)
 
     leaves, draft = draft_plan()
     return ResetPlan(draft.rows, leaves, tuple(draft.left_alone), draft, lambda: draft_plan()[1])
@@ -191,6 +193,14 @@ def _moved(planned: Draft, now: Draft) -> tuple[Node, Any] | None:
         same = was.key == found.key and len(was.values) == len(found.values)
         if not (same and all(map(is_, was.containers + was.values, found.containers + found.values))):
             return was.nodes[0], was.key
+    made = {write.key for write in planned.writes if write.how is How.REPLACE}  # tensors of the plan's own
+    for write, new in zip_longest(planned.writes, now.writes):
+        if write is None or new is None:
+            return (write or new).nodes[0], (write or new).key
+        numbers = [None if isinstance(one.new, list) else one.new for one in (write, new)]
+        same = (write.how, write.key, numbers[0]) == (new.how, new.key, numbers[1])
+        if not same or not (write.key in made or all(map(is_, write.old, new.old))):
+            return write.nodes[0], write.key
     return None
 
 

@@ -6,6 +6,7 @@ import enum
 import random
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
+from math import inf
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -85,6 +86,8 @@ class Site(NamedTuple):
 
     def write(self, how: How, old: object, new: object = None) -> Write:
         """Return one write here; without a container where the value is inside an object."""
+        if self.container is None and how in (How.SET, How.REPLACE, How.REMOVE):
+            raise self.refusal("is inside a tuple or a tensor, where it can only be filled in place")
         containers = [] if self.container is None else [self.container]
         one_for_all = how in (How.FILL, How.DIAGONAL, How.SEED)
         return Write(how, [self.node], containers, self.key, [old], new if one_for_all else [new])
@@ -100,11 +103,13 @@ def resolve(initial: Initial, site: Site) -> Initial:
     if initial.kind is Kind.IDENTITY and isinstance(initial.value, str):
         return replace(initial, value=_named_value(initial.value, site))
     if initial.kind in (Kind.GROUP, Kind.DEFAULT):
-        held = site.group if initial.kind is Kind.GROUP else optimizer.defaults
+        held = site.group if initial.kind is Kind.GROUP else getattr(optimizer, "defaults", None)
         if held is None or initial.value not in held:
             raise site.refusal(f"starts as {initial}, which is not there")
         value = held[initial.value]
-        number = value.item() if isinstance(value, torch.Tensor) else value
+        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if not isinstance(number, Number):
+            raise site.refusal(f"starts as {initial}, which is {value!r} and no number")
         return replace(initial, kind=Kind.CONSTANT, value=number)
     return initial
 
@@ -154,13 +159,19 @@ def _number_or_tensor(initial: Initial, value: Any, site: Site) -> Iterator[Writ
     if isinstance(value, torch.Tensor):
         yield from _tensor(initial, value, site)
     elif isinstance(value, Number) and initial.kind is Kind.CONSTANT:
-        yield site.write(How.SET, value, _like(value, initial.value))
+        try:
+            like = _like(value, initial.value)
+        except (OverflowError, TypeError, ValueError) as error:
+            raise site.refusal(f"starts as {initial.value}: {error}") from error
+        yield site.write(How.SET, value, like)
     elif isinstance(value, (list, tuple, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
             inside = site._replace(container=None if isinstance(value, tuple) else value, key=key)
             yield from plan_value(initial, item, inside)
     elif initial == Initial.ZEROS:
+        if not hasattr(value, "__dict__") and site.registry.find(type(value)) is not None:
+            raise site.refusal(f"is a {type(value).__name__}, whose attributes cannot be listed")
         yield from _parts(value, vars(value) if hasattr(value, "__dict__") else {}, site)
     else:
         raise site.refusal(f"starts as {initial} and is {type(value).__name__}")
@@ -168,7 +179,10 @@ def _number_or_tensor(initial: Initial, value: Any, site: Site) -> Iterator[Writ
 
 def _like(value: Any, number: float) -> Any:
     """Return a number of a value's own type: int, float, bool, or numpy's."""
-    return type(value)(number)
+    like = type(value)(number)
+    if like != number:
+        raise OverflowError(f"{number!r} is no {type(value).__name__}")
+    return like
 
 
 def _tensor(initial: Initial, tensor: torch.Tensor, site: Site) -> Iterator[Write]:
@@ -194,14 +208,36 @@ def _tensor(initial: Initial, tensor: torch.Tensor, site: Site) -> Iterator[Writ
         if initial.dtype and tensor.dtype != named_dtype(initial.dtype):
             tensor = torch.empty_like(tensor, dtype=named_dtype(initial.dtype))
             yield site.write(How.REPLACE, None, tensor)
+        check_number(initial.value, tensor.dtype, site)
         yield site.write(how, tensor, initial.value)
     elif source is None or source.shape != tensor.shape:
         shape = None if source is None else tuple(source.shape)
         raise site.refusal(
             f"starts as a copy of its parameter, of shape {shape}, and has shape {tuple(tensor.shape)}"
         )
+    elif any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        raise site.refusal("starts as a copy of its parameter and is an expanded tensor")
     else:
         yield site.write(How.COPY, tensor, source)
+
+
+def check_number(number: Any, dtype: torch.dtype, site: Site) -> None:
+    """Refuse a number that a dtype cannot hold.
+
+    Raises:
+        UnsupportedOptimizerState: It overflows, or an integer type would cut it.
+    """
+    try:
+        held = torch.full((), number, dtype=dtype)
+    except RuntimeError as error:
+        raise site.refusal(f"starts as {number}, which is no {dtype}: {error}") from error
+    cut = held.item() != number if not (dtype.is_floating_point or dtype.is_complex) else held.isinf()
+    if cut and abs(number) != inf:
+        raise site.refusal(f"starts as {number}, which is no {dtype}")
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return local(tensor).untyped_storage().data_ptr()
 
 
 def _computed(initial: Initial, value: Any, site: Site) -> Write:
@@ -212,6 +248,8 @@ def _computed(initial: Initial, value: Any, site: Site) -> Write:
         raise site.refusal(f"starts as {initial}, which failed: {error!r}") from error
     if not isinstance(new, torch.Tensor):
         return site.write(How.SET, value, new)
+    if site.parameter is not None and _storage(new) == _storage(site.parameter):
+        new = new.clone()  # never put the weights themselves into the state
     alike = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (new.shape, new.dtype)
     return site.write(How.COPY if alike else How.REPLACE, value, new)
 

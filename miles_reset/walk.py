@@ -100,7 +100,7 @@ def walk(optimizer: object, registry: Registry, *, strict: bool = True) -> Tree:
                 if len(levels) > _DEEPEST:
                     raise UnreachableStateError(type(optimizer).__name__, "it is wrapped without end.")
                 break
-            if below is not None and below.claim.record.ready is None:
+            if below is not None and below.claim.record.ready is None and not _overrides_step(below):
                 plain[type(obj)] = below.claim
         else:
             levels.pop()
@@ -135,13 +135,14 @@ def _visit(node: Node, tree: Tree, met: dict[int, Node], registry: Registry, str
         tree.wrappers.append(node)
         return node
     tree.leaves.append(node)
-    if overriding := _overrides_step(cls, claim.record.target):
+    if overriding := _overrides_step(node):
         tree.left_alone.append((node.path, overriding))
     return node
 
 
-def _overrides_step(cls: type, target: str) -> str:
+def _overrides_step(node: Node) -> str:
     """Say so where a subclass is taken for its base and has a step of its own."""
+    cls, target = type(node.obj), node.claim.record.target
     base = next((base for base in cls.__mro__ if class_name(base) == target), cls)
     own, declared = (inspect.unwrap(getattr(one, "step", _overrides_step)) for one in (cls, base))
     if own is declared:

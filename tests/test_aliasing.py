@@ -108,3 +108,41 @@ def test_state_that_cannot_be_asked_for_is_refused() -> None:
     registry = load_registry(plugins=[plugin("closed", schema)], entry_points=False)
     with pytest.raises(UnreachableStateError, match="does not give its state: AssertionError"):
         reset_optimizer_states(Closed([torch.nn.Parameter(torch.ones(1))]), registry=registry)
+
+
+def test_weights_are_seen_wherever_they_are() -> None:
+    def states(optimizer: torch.optim.Adam) -> list[dict[str, Any]]:
+        return list(optimizer.state.values())
+
+    within = adam(1)
+    weight = within.param_groups[0]["params"][0]
+    flat = torch.ones(8)
+    weight.data = flat[:4]
+    states(within)[0]["exp_avg"] = flat[2:6]  # begins within a parameter
+
+    frozen = adam(2)
+    unstepped = frozen.param_groups[0]["params"][1]
+    del frozen.state[unstepped]
+    states(frozen)[0]["exp_avg"] = unstepped.data  # a parameter that has no state
+
+    elsewhere = adam(1)
+    other = torch.optim.SGD([torch.nn.Parameter(torch.ones(4))])
+    other.param_groups[0]["params"][0].data = states(elsewhere)[0]["exp_avg"]  # another optimizer's
+
+    kept = adam(1)
+    states(kept)[0]["master_param"] = states(kept)[0]["exp_avg"]  # a master weight
+
+    for optimizer in (within, frozen, [elsewhere, other], kept):
+        with pytest.raises(UnsupportedOptimizerState, match="would change the weights"):
+            reset_optimizer_states(optimizer)
+
+
+def test_two_optimizers_over_one_parameter_keep_each_its_own_group() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizers = [torch.optim.Rprop([weight], lr=rate) for rate in (0.1, 0.5)]
+    for optimizer in optimizers:
+        weight.grad = torch.ones(2)
+        optimizer.step()
+    reset_optimizer_states(optimizers)
+    rates = [optimizer.state[weight]["step_size"] for optimizer in optimizers]
+    assert all(map(torch.equal, rates, (torch.full((2,), 0.1), torch.full((2,), 0.5))))

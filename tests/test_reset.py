@@ -155,3 +155,21 @@ def test_a_reset_works_in_any_mode_of_autograd_and_under_any_default_device() ->
         with context:
             reset_optimizer_states(optimizer)
         assert not any(tensor.any() for state in optimizer.state.values() for tensor in state.values())
+
+
+def test_a_plan_whose_numbers_no_longer_hold_is_refused() -> None:
+    optimizer = stepped(torch.optim.Rprop(weights()))
+    plan = plan_reset(optimizer)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(UnreachableStateError, match="'step_size' has changed since"):
+        plan.apply()
+
+
+def test_what_a_reset_makes_can_be_stepped_on_though_it_was_made_under_inference() -> None:
+    optimizer = stepped(torch.optim.Adam(weights()))
+    first, second = optimizer.state.values()
+    second["step"] = first["step"]
+    with torch.inference_mode():
+        reset_optimizer_states(optimizer)
+    stepped(optimizer)
+    assert first["step"] == second["step"] == 1

@@ -164,7 +164,7 @@ if "defaults" not in inspect.unwrap(Adagrad._init_group).__code__.co_names:  # a
 
 
 def fused_sgd_is_wrong_in_bfloat16() -> bool:
-    """Say whether torch's kernel reads memory that nobody wrote, as that of torch 2.6 does."""
+    """Say whether torch's kernel reads memory that nobody wrote, as those of 2.6 and 2.13 do."""
     buffers = []
     for fused in (True, False):
         parameter = torch.nn.Parameter(torch.zeros(64, dtype=torch.bfloat16))
