@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from miles_reset.errors import NOTHING_CHANGED, UnreachableStateError, UnsupportedOptimizerState
-from miles_reset.values import How, Write, local
+from miles_reset.values import PLAIN_TENSORS, How, Write, local
 
 # No allocator hands out addresses below this one, but for the heap of a program that was linked at a
 # fixed address; a released storage's address is its view's offset. Whatever is below is looked at.
@@ -49,7 +49,8 @@ def check_tensors(writes: list[Write], weights: list[torch.Tensor]) -> list[Writ
         for write in in_place:
             _check_storages(write)
     if weights:
-        weights = list(map(local, weights))
+        if not PLAIN_TENSORS.issuperset(map(type, weights)):
+            weights = list(map(local, weights))
         begin = torch.frombuffer(array("Q", _addresses(weights)), dtype=torch.int64)
         end = begin + torch.frombuffer(array("Q", map(attrgetter("nbytes"), weights)), dtype=torch.int64)
         within = torch.searchsorted(in_order, end) > torch.searchsorted(in_order, begin)

@@ -62,9 +62,10 @@ def _plan_state(draft: Draft, batch: Batch, strict: bool) -> None:
     except Exception as error:
         path = batch.nodes[0].path
         raise UnreachableStateError(path, f"it does not give its state: {error!r}.") from error
-    for node, state in zip(batch.nodes, states, strict=True):
-        if not isinstance(state, Mapping):
-            raise UnreachableStateError(node.path, f"its state is a {type(state).__name__}.")
+    for kind in set(map(type, states)):
+        if not issubclass(kind, Mapping):
+            node = batch.nodes[list(map(type, states)).index(kind)]
+            raise UnreachableStateError(node.path, f"its state is a {kind.__name__}.")
     keys = list(chain.from_iterable(states))
     entries = [entry for state in states for entry in state.values()]
     nodes = list(chain.from_iterable(map(repeat, batch.nodes, map(len, states))))
@@ -78,7 +79,7 @@ def _plan_state(draft: Draft, batch: Batch, strict: bool) -> None:
                 draft.plan_slot(slot, batch, Found(key, [node], [node.obj.state], [value], ()))
         found = found.select([i for i, yes in enumerate(is_entry) if yes])
         keys = [key for key in found.parameters if isinstance(key, torch.Tensor)]
-    in_groups = list(chain.from_iterable(group.get("params", ()) for _, group in batch.groups))
+    in_groups = [parameter for _, group in batch.groups for parameter in group.get("params", ())]
     draft.weights += in_groups
     if len(keys) != len(in_groups) or not all(map(is_, keys, in_groups)):
         draft.weights += keys
