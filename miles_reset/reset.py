@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -211,13 +212,13 @@ def _level() -> int:
 
 @torch.no_grad()
 def _write(writes: Iterable[Write]) -> None:
-    fills: dict[tuple[Any, Any], list[torch.Tensor]] = {}
+    fills: dict[tuple[Any, str], list[Write]] = {}
     for write in writes:
-        if write.how is How.FILL:
-            fills.setdefault((write.key, write.new), []).extend(write.old)
-    for (_, value), tensors in fills.items():
-        for alike in _alike(tensors):
-            _fill(alike, value)
+        if write.how is How.FILL:  # told apart by their digits: -0.0 equals 0
+            fills.setdefault((write.key, str(write.new)), []).append(write)
+    for same in fills.values():
+        for alike in _alike([tensor for write in same for tensor in write.old]):
+            _fill(alike, same[0].new)
     for write in writes:
         _write_others(write)
 
@@ -240,6 +241,8 @@ def _fill(tensors: list[torch.Tensor], value: float) -> None:
     plain = [torch.view_as_real(t) if t.is_complex() else t for t in tensors] if value else tensors
     with torch.inference_mode():  # as no_grad, and a fifth faster on small tensors
         torch._foreach_zero_(plain)
+        if math.copysign(1, value) < 0 and not value:
+            torch._foreach_neg_(plain)
     if value:
         for tensor in plain:
             tensor.fill_(value)

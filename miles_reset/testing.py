@@ -229,21 +229,28 @@ def _first_difference(trial: Trial, twin: Trial, first: int, further: int, regis
     for i in range(further):
         for one in (trial, twin):
             one.step(first + i)
-        step = f"step {i + 1} of {further}"
+        step = f"step {i + 1} of {further} leaves"
+        state = list(_differences_in_state(trial, twin, registry))
         for number, (mine, fresh) in enumerate(zip(trial.weights(), twin.weights(), strict=True)):
             if not _same_bits(mine, fresh):
-                return f"{step} leaves weight {number} off by {_gap(mine, fresh)} from a fresh optimizer's"
-        mine_held, fresh_held = (
-            {held.name: held.value for held in _state(one, registry)} for one in (trial, twin)
-        )
-        for name in [*mine_held, *(fresh_held.keys() - mine_held.keys())]:
-            if name not in fresh_held or name not in mine_held:
-                whose = "the reset" if name in mine_held else "a fresh"
-                return f"{step} leaves {name} in {whose} optimizer only"
-            if not _same_bits(mine_held[name], fresh_held[name]):
-                gap = _gap(mine_held[name], fresh_held[name])
-                return f"{step} leaves {name} off by {gap} from a fresh optimizer's"
+                beside = f"and {state[0]}" if state else "and no state: look at attributes, and at wrappers"
+                return f"{step} {_off(f'weight {number}', mine, fresh)}, {beside}"
+        if state:
+            return f"{step} {state[0]}"
     return ""
+
+
+def _differences_in_state(trial: Trial, twin: Trial, registry: Registry) -> Iterator[str]:
+    mine, fresh = ({held.name: held.value for held in _state(one, registry)} for one in (trial, twin))
+    for name in [*mine, *(fresh.keys() - mine.keys())]:
+        if name not in fresh or name not in mine:
+            yield f"{name} in {'the reset' if name in mine else 'a fresh'} optimizer only"
+        elif not _same_bits(mine[name], fresh[name]):
+            yield _off(name, mine[name], fresh[name])
+
+
+def _off(name: str, mine: Any, fresh: Any) -> str:
+    return f"{name} off by {_gap(mine, fresh)} from a fresh optimizer's"
 
 
 @dataclass(frozen=True)
@@ -305,4 +312,4 @@ def _gap(mine: Any, fresh: Any) -> str:
     wide = torch.complex128 if mine.is_complex() else torch.float64
     a, b = (local(tensor).detach().to(wide) for tensor in (mine, fresh))
     far = (a - b).abs().flatten()
-    return f"{far.max().item():.3g} (fresh: {b.abs().flatten()[far.argmax()].item():.3g})"
+    return f"{far.max().item():.3g} (fresh: {b.flatten()[far.argmax()].item():.3g})"

@@ -80,7 +80,7 @@ def test_a_table_has_a_line_for_each_slot_of_each_leaf() -> None:
         "  exp_avg          momentum  0            filled in place  2",
         "  exp_avg_sq       variance  0            filled in place  2",
         "list[1].SGD",
-        "  momentum_buffer  momentum  0            filled in place  2",
+        "  momentum_buffer  momentum  -0.0         filled in place  2",
     ]
 
 

@@ -15,9 +15,9 @@ from miles_reset import (
     variance,
 )
 
-# With dampening, torch makes the buffer a copy of the first gradient. Without, a zero buffer does
-# the same, in place.
-_SGD_BUFFER = Initial.either("dampening", Initial.ABSENT, Initial.ZEROS)
+# With dampening, torch makes the buffer a copy of the first gradient. Without, a buffer of negative
+# zeros does the same, in place: -0.0 + g is g, where 0.0 + g loses the sign of a -0.0.
+_SGD_BUFFER = Initial.either("dampening", Initial.ABSENT, Initial.constant(-0.0))
 
 # megatron-core writes the count into the groups when it saves and loads, and HybridDeviceOptimizer
 # keeps master weights in the state of its children.

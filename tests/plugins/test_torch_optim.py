@@ -205,6 +205,25 @@ def test_buffer_of_sgd_stays_in_place_unless_it_starts_as_a_gradient(dampening: 
     assert [one is other for one, other in zip(before, after, strict=True)] == [stays] * len(parameters)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": True}, {"maximize": True}, {"foreach": True}, {"fused": True}]
+)
+def test_buffer_of_sgd_has_the_sign_of_a_zero_gradient(options: Options) -> None:
+    def with_zeros(parameters: Parameters) -> Trial:
+        optimizer = SGD(parameters, momentum=0.9, **options)
+        zero = 0.0 if options.get("maximize") else -0.0
+
+        def step(i: int) -> None:
+            for number, parameter in enumerate(parameters):
+                gradient = draw(parameter, 100 * i + number)
+                parameter.grad = torch.where(gradient > 0.4, zero, gradient)
+            optimizer.step()
+
+        return Trial(optimizer, step, lambda: parameters)
+
+    assert_reset_is_fresh(with_zeros, warmups=(4,), further=5)
+
+
 @pytest.mark.parametrize("cls", OPTIMIZERS.values())
 def test_every_class_of_torch_is_claimed_by_its_own_name(cls: type[Optimizer]) -> None:
     assert default_registry().claims[class_name(cls)].provider.plugin == "torch"
