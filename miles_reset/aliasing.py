@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
 
 from miles_reset.errors import NOTHING_CHANGED, UnreachableStateError, UnsupportedOptimizerState
@@ -44,16 +45,16 @@ def check_tensors(writes: list[Write], weights: list[torch.Tensor]) -> list[Writ
         addresses.extend(_addresses(write.old))
     if not addresses:
         return []
-    in_order = torch.frombuffer(addresses, dtype=torch.int64).sort().values
+    in_order = np.sort(np.frombuffer(addresses, np.uint64))  # torch would wake its threads for it
     if in_order[0] < _SUSPECT:
         for write in in_place:
             _check_storages(write)
     if weights:
         if not PLAIN_TENSORS.issuperset(map(type, weights)):
             weights = list(map(local, weights))
-        begin = torch.frombuffer(array("Q", _addresses(weights)), dtype=torch.int64)
-        end = begin + torch.frombuffer(array("Q", map(attrgetter("nbytes"), weights)), dtype=torch.int64)
-        within = torch.searchsorted(in_order, end) > torch.searchsorted(in_order, begin)
+        begin = np.fromiter(_addresses(weights), np.uint64, len(weights))
+        end = begin + np.fromiter(map(attrgetter("nbytes"), weights), np.uint64, len(weights))
+        within = np.searchsorted(in_order, end) > np.searchsorted(in_order, begin)
         if (within & (begin > 0)).any():
             _refuse_weights(in_place, begin[within].tolist(), end[within].tolist())
     if not (in_order[1:] == in_order[:-1]).any():

@@ -65,7 +65,7 @@ def load_registry(
             )
         found[seen.setdefault(provider.plugin, provider)] = plugin
     known = {provider.plugin for provider, _ in installed} | set(seen)
-    for name in sorted(off - known - {point.name for point in _points()}):
+    for name in sorted(off - known - ({point.name for point in _points()} if off else set())):
         logger.warning("%s or disabled= names %r, and no such plugin is installed.", DISABLE, name)
     return Registry.build((provider, _records(provider, plugin)) for provider, plugin in found.items())
 

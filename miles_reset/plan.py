@@ -176,9 +176,12 @@ def _plan_stale_groups(draft: Draft, batch: Batch, leaves: Iterable[list[Node]])
         return
     wrapper = batch.nodes[0]
     below = [nodes for nodes in leaves if any(above is wrapper for above in nodes[0].wrappers())]
-    shared = {id(group) for node in chain.from_iterable(below) for group in node.obj.param_groups}
     slots = {slot.key: slot for nodes in below for slot in nodes[0].claim.record.at(Place.GROUP)}
-    for key, slot in slots.items():
+    stale = {key: slot for key, slot in slots.items() if any(key in group for _, group in batch.groups)}
+    shared = {
+        id(group) for node in chain.from_iterable(below if stale else ()) for group in node.obj.param_groups
+    }
+    for key, slot in stale.items():
         held = [(node, group) for node, group in batch.groups if key in group and id(group) not in shared]
         initial = Initial.ABSENT if rule.stale_groups == "delete" else slot.initial
         if slot.initial is not None:

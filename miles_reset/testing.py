@@ -301,7 +301,7 @@ def _same_bits(mine: Any, fresh: Any) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return local(tensor).detach().contiguous().reshape(-1).view(torch.uint8)
+    return local(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _gap(mine: Any, fresh: Any) -> str:
