@@ -63,19 +63,26 @@ class Batch:
         return self.nodes[0].claim.record
 
     @cached_property
-    def groups(self) -> list[tuple[Node, MutableMapping[str, Any]]]:
+    def groups(self) -> list[MutableMapping[str, Any]]:
         """The param groups of all of them."""
-        return [(node, group) for node in self.nodes for group in getattr(node.obj, "param_groups", ())]
+        return [group for node in self.nodes for group in getattr(node.obj, "param_groups", ())]
+
+    def groups_with(self, key: str) -> list[tuple[Node, MutableMapping[str, Any]]]:
+        """Return the groups that have a key, each with its node."""
+        if not any(key in group for group in self.groups):
+            return []
+        nodes = (node for node in self.nodes for _ in getattr(node.obj, "param_groups", ()))
+        return [(node, group) for node, group in zip(nodes, self.groups, strict=True) if key in group]
 
     @cached_property
     def differentiable(self) -> bool:
         """Whether any of them steps under autograd."""
-        return any(group.get("differentiable") for _, group in self.groups)
+        return any(group.get("differentiable") for group in self.groups)
 
     @cached_property
     def _group_of(self) -> dict[tuple[int, int], MutableMapping[str, Any]]:
-        groups = self.groups
-        return {(id(node), id(one)): group for node, group in groups for one in group.get("params", ())}
+        groups = self.groups_with("params")
+        return {(id(node), id(one)): group for node, group in groups for one in group["params"]}
 
     def slot(self, key: Any, place: Place) -> Slot | None:
         """Return the slot of a key: a wrapper's above first, and a whole key before a pattern."""

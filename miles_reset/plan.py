@@ -79,7 +79,7 @@ def _plan_state(draft: Draft, batch: Batch, strict: bool) -> None:
                 draft.plan_slot(slot, batch, Found(key, [node], [node.obj.state], [value], ()))
         found = found.select([i for i, yes in enumerate(is_entry) if yes])
         keys = [key for key in found.parameters if isinstance(key, torch.Tensor)]
-    in_groups = [parameter for _, group in batch.groups for parameter in group.get("params", ())]
+    in_groups = [parameter for group in batch.groups for parameter in group.get("params", ())]
     draft.weights += in_groups
     if len(keys) != len(in_groups) or not all(map(is_, keys, in_groups)):
         draft.weights += keys
@@ -141,9 +141,8 @@ def _plan_rest(draft: Draft, batch: Batch) -> None:
     """Plan what lives in param groups and attributes."""
     record = batch.record
     for slot in record.at(Place.GROUP):
-        for key in _keys(slot, record, (group for _, group in batch.groups)):
-            held = [(node, group) for node, group in batch.groups if key in group]
-            _plan_held(draft, batch, slot, key, held)
+        for key in _keys(slot, record, batch.groups):
+            _plan_held(draft, batch, slot, key, batch.groups_with(key))
     for slot in record.at(Place.ATTRIBUTE):
         *owners, name = slot.key.split(".")
         held = []
@@ -177,12 +176,12 @@ def _plan_stale_groups(draft: Draft, batch: Batch, leaves: Iterable[list[Node]])
     wrapper = batch.nodes[0]
     below = [nodes for nodes in leaves if any(above is wrapper for above in nodes[0].wrappers())]
     slots = {slot.key: slot for nodes in below for slot in nodes[0].claim.record.at(Place.GROUP)}
-    stale = {key: slot for key, slot in slots.items() if any(key in group for _, group in batch.groups)}
+    stale = {key: slot for key, slot in slots.items() if batch.groups_with(key)}
     shared = {
         id(group) for node in chain.from_iterable(below if stale else ()) for group in node.obj.param_groups
     }
     for key, slot in stale.items():
-        held = [(node, group) for node, group in batch.groups if key in group and id(group) not in shared]
+        held = [(node, group) for node, group in batch.groups_with(key) if id(group) not in shared]
         initial = Initial.ABSENT if rule.stale_groups == "delete" else slot.initial
         if slot.initial is not None:
             _plan_held(draft, batch, Slot(key, slot.role, initial, Place.GROUP), key, held)

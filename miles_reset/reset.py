@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
@@ -212,12 +212,14 @@ def _level() -> int:
 
 @torch.no_grad()
 def _write(writes: Iterable[Write]) -> None:
-    fills: dict[tuple[Any, str], list[Write]] = {}
+    fills: dict[tuple[str, int], list[Write]] = {}
     for write in writes:
-        if write.how is How.FILL:  # told apart by their digits: -0.0 equals 0
-            fills.setdefault((write.key, str(write.new)), []).append(write)
+        if write.how is How.FILL:  # numbers are told apart by their digits: -0.0 equals 0
+            fills.setdefault((str(write.new), len(write.old)), []).append(write)
     for same in fills.values():
-        for alike in _alike([tensor for write in same for tensor in write.old]):
+        # Parameter by parameter rather than slot by slot: as the tensors were made, and lie in memory.
+        columns = (write.old for write in same)
+        for alike in _alike(list(chain.from_iterable(zip(*columns, strict=True)))):
             _fill(alike, same[0].new)
     for write in writes:
         _write_others(write)

@@ -92,7 +92,7 @@ def labelled(held: Any) -> list[tuple[str, Any]]:
         if tuple in map(type, held):
             pairs = (item if _is_pair(item) else (i, item) for i, item in enumerate(held))
             return [(str(label), child) for label, child in pairs]
-        return [(str(i), item) for i, item in enumerate(held)]
+        return list(zip(map(str, range(len(held))), held, strict=True))
     return [("", held)]
 
 
