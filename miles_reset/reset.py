@@ -128,7 +128,7 @@ class ResetPlan(_Account):
             tensor.detach_()
         _write(self._draft.writes)
         report = ResetReport(self.rows, self.leaves, self.left_alone)
-        logger.log(_level(), "%s", report._summary("reset"))
+        logger.log(_level(logging.INFO if self.leaves else logging.WARNING), "%s", report._summary("reset"))
         return report
 
     def __str__(self) -> str:
@@ -205,9 +205,9 @@ def _moved(planned: Draft, now: Draft) -> tuple[Node, Any] | None:
     return None
 
 
-def _level() -> int:
+def _level(level: int) -> int:
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return logging.DEBUG if distributed and torch.distributed.get_rank() else logging.INFO
+    return logging.DEBUG if distributed and torch.distributed.get_rank() else level
 
 
 @torch.no_grad()

@@ -220,7 +220,11 @@ def _assert_reset_keeps(trial: Trial, registry: Registry, what: str) -> None:
 
 
 def _assert_alike(trial: Trial, twin: Trial, first: int, further: int, registry: Registry, what: str) -> None:
-    difference = _first_difference(trial, twin, first, further, registry)
+    try:
+        difference = _first_difference(trial, twin, first, further, registry)
+    except Exception as error:
+        given_up = "Is a slot given up (ABSENT, NONE) that step() does not make again?"
+        raise AssertionError(f"after the reset ({what}), a step raises {error!r}. {given_up}") from error
     assert not difference, f"after the reset ({what}), {difference}"
 
 
@@ -233,7 +237,11 @@ def _first_difference(trial: Trial, twin: Trial, first: int, further: int, regis
         state = list(_differences_in_state(trial, twin, registry))
         for number, (mine, fresh) in enumerate(zip(trial.weights(), twin.weights(), strict=True)):
             if not _same_bits(mine, fresh):
-                beside = f"and {state[0]}" if state else "and no state: look at attributes, and at wrappers"
+                beside = (
+                    f"and {state[0]}"
+                    if state
+                    else "but no state differs: look for a memory in attributes, or in a wrapper"
+                )
                 return f"{step} {_off(f'weight {number}', mine, fresh)}, {beside}"
         if state:
             return f"{step} {state[0]}"

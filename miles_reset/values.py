@@ -80,8 +80,9 @@ class Site(NamedTuple):
         """Return the error that says what cannot be done here."""
         path = self.node.path
         whose = f"{self.node.claim.record.target} comes from {self.node.claim.provider}"
+        what = "a parameter's entry" if isinstance(self.key, torch.Tensor) else repr(self.key)
         return UnsupportedOptimizerState(
-            path, f"{self.key!r} at {path} {problem}. {whose}. {NOTHING_CHANGED} Mend that record."
+            path, f"{what} at {path} {problem}. {whose}. {NOTHING_CHANGED} Mend that record."
         )
 
     def write(self, how: How, old: object, new: object = None) -> Write:
@@ -167,7 +168,9 @@ def _number_or_tensor(initial: Initial, value: Any, site: Site) -> Iterator[Writ
     elif isinstance(value, (list, tuple, dict)):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in items:
-            inside = site._replace(container=None if isinstance(value, tuple) else value, key=key)
+            about = key if isinstance(key, torch.Tensor) else site.parameter
+            place = None if isinstance(value, tuple) else value
+            inside = site._replace(container=place, key=key, parameter=about)
             yield from plan_value(initial, item, inside)
     elif initial == Initial.ZEROS:
         if not hasattr(value, "__dict__") and site.registry.find(type(value)) is not None:
@@ -210,11 +213,11 @@ def _tensor(initial: Initial, tensor: torch.Tensor, site: Site) -> Iterator[Writ
             yield site.write(How.REPLACE, None, tensor)
         check_number(initial.value, tensor.dtype, site)
         yield site.write(how, tensor, initial.value)
-    elif source is None or source.shape != tensor.shape:
-        shape = None if source is None else tuple(source.shape)
-        raise site.refusal(
-            f"starts as a copy of its parameter, of shape {shape}, and has shape {tuple(tensor.shape)}"
-        )
+    elif source is None:
+        raise site.refusal("starts as a copy of its parameter and belongs to none: use Initial.computed()")
+    elif source.shape != tensor.shape:
+        shapes = f"of shape {tuple(source.shape)}, and has shape {tuple(tensor.shape)}"
+        raise site.refusal(f"starts as a copy of its parameter, {shapes}")
     elif any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         raise site.refusal("starts as a copy of its parameter and is an expanded tensor")
     else:

@@ -147,7 +147,7 @@ def _overrides_step(node: Node) -> str:
     own, declared = (inspect.unwrap(getattr(one, "step", _overrides_step)) for one in (cls, base))
     if own is declared:
         return ""
-    return f"whatever its own step() keeps beyond the slots of {target}, for which it is taken"
+    return f"taken for {target}; it overrides step(), and what that keeps elsewhere is not reset"
 
 
 _DEEPEST = 10_000

@@ -171,3 +171,26 @@ def test_law_that_cannot_fail_is_refused() -> None:
 def test_history_that_is_said_not_to_be_there_is_found() -> None:
     with pytest.raises(AssertionError, match="has_history=False, yet"):
         assert_reset_is_fresh(Adam, warmups=(4,), has_history=False)
+
+
+def test_a_step_that_fails_after_the_reset_is_told_of_as_such() -> None:
+    class Presence(torch.optim.Optimizer):
+        def __init__(self, parameters: Parameters) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self) -> None:
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state[parameter]
+                if "first" not in state:
+                    state["first"], state["second"] = torch.zeros_like(parameter), torch.zeros_like(parameter)
+                parameter.sub_(state["second"].add_(parameter.grad), alpha=0.1)
+
+    schema = StateSchema(
+        f"{Presence.__module__}.{Presence.__qualname__}",
+        history("first"),
+        history("second", Initial.ABSENT),
+    )
+    registry = load_registry(plugins=[plugin("presence", schema)], entry_points=False)
+    with pytest.raises(AssertionError, match=r"after the reset .* a step raises KeyError\('second'\)"):
+        assert_reset_is_fresh(Presence, registry=registry)

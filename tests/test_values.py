@@ -269,3 +269,21 @@ def test_a_tensor_made_of_tensors_is_reset_by_the_schema_of_its_class() -> None:
     assert reset(tensor, Initial.ZEROS, parameter(4), schema) is tensor
     assert not codes.any()
     assert torch.equal(table, torch.arange(4.0))
+
+
+def test_slow_weights_in_an_attribute_keyed_by_parameter_become_copies_of_it() -> None:
+    weight = parameter(2)
+    optimizer = Toy([weight])
+    slow = torch.full((2,), 9.0)
+    optimizer.slow, optimizer.listed = {weight: slow}, [slow.clone()]
+    schema = StateSchema(TOY, history("slow", Initial.COPY, at="attribute"))
+    reset_optimizer_states(
+        optimizer, registry=load_registry(plugins=[plugin("toy", schema)], entry_points=False)
+    )
+    assert optimizer.slow[weight] is slow
+    assert torch.equal(slow, weight)
+    lost = StateSchema(TOY, history("listed", Initial.COPY, at="attribute"))
+    with pytest.raises(UnsupportedOptimizerState, match="belongs to none: use Initial"):
+        reset_optimizer_states(
+            optimizer, registry=load_registry(plugins=[plugin("toy", lost)], entry_points=False)
+        )
