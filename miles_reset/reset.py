@@ -227,7 +227,8 @@ def _write(writes: Iterable[Write]) -> None:
 
 def _alike(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     """Split tensors by device and dtype, where that saves kernels."""
-    if all(tensor.is_cpu for tensor in (tensors[0], tensors[-1])):
+    on_cpu = tensors[0].is_cpu and tensors[-1].is_cpu
+    if on_cpu and not torch.accelerator.is_available():  # else others may stand between these two
         return [tensors]
     parts: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:

@@ -200,7 +200,7 @@ def _assert_reset_keeps(trial: Trial, registry: Registry, what: str) -> None:
     }
     plan.apply()
     for i, (was, now) in enumerate(zip(weights, trial.weights(), strict=True)):
-        assert _same_bits(was, now), f"the reset moved weight {i} by {_gap(was, now)} ({what})"
+        assert same_bits(was, now), f"the reset moved weight {i} by {_gap(was, now)} ({what})"
     fresh = {}
     for held in _state(trial, registry):
         value = held.value
@@ -216,7 +216,7 @@ def _assert_reset_keeps(trial: Trial, registry: Registry, what: str) -> None:
     again = {held.name: held.value for held in _state(trial, registry)}
     assert fresh.keys() == again.keys(), f"a second reset changed {fresh.keys() ^ again.keys()} ({what})"
     for name, value in again.items():
-        assert _same_bits(fresh[name], value), f"a second reset changed {name} ({what})"
+        assert same_bits(fresh[name], value), f"a second reset changed {name} ({what})"
 
 
 def _assert_alike(trial: Trial, twin: Trial, first: int, further: int, registry: Registry, what: str) -> None:
@@ -236,7 +236,7 @@ def _first_difference(trial: Trial, twin: Trial, first: int, further: int, regis
         step = f"step {i + 1} of {further} leaves"
         state = list(_differences_in_state(trial, twin, registry))
         for number, (mine, fresh) in enumerate(zip(trial.weights(), twin.weights(), strict=True)):
-            if not _same_bits(mine, fresh):
+            if not same_bits(mine, fresh):
                 beside = (
                     f"and {state[0]}"
                     if state
@@ -253,7 +253,7 @@ def _differences_in_state(trial: Trial, twin: Trial, registry: Registry) -> Iter
     for name in [*mine, *(fresh.keys() - mine.keys())]:
         if name not in fresh or name not in mine:
             yield f"{name} in {'the reset' if name in mine else 'a fresh'} optimizer only"
-        elif not _same_bits(mine[name], fresh[name]):
+        elif not same_bits(mine[name], fresh[name]):
             yield _off(name, mine[name], fresh[name])
 
 
@@ -300,7 +300,8 @@ def _kind(value: Any) -> tuple[int, torch.dtype, torch.device] | None:
     return local(value).data_ptr(), value.dtype, value.device
 
 
-def _same_bits(mine: Any, fresh: Any) -> bool:
+def same_bits(mine: Any, fresh: Any) -> bool:
+    """Say whether two tensors, or two numbers, are the same to the last bit."""
     if not (isinstance(mine, torch.Tensor) and isinstance(fresh, torch.Tensor)):
         return type(mine) is type(fresh) and bool(mine == fresh or mine != mine)
     if mine.shape != fresh.shape or mine.dtype != fresh.dtype:

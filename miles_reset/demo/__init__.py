@@ -21,9 +21,10 @@ from torch.optim import Adagrad, NAdam
 
 from miles_reset.demo.pictures import draw, table
 from miles_reset.demo.training import Build, Job, MakeOptimizer, job_of, megatron_jobs, torch_job
-from miles_reset.demo.ways import Outcome, Proof, compare_ways, prove, same_bits
+from miles_reset.demo.ways import Outcome, Proof, compare_ways, prove
 from miles_reset.render import render
 from miles_reset.reset import ResetPlan, ResetReport, plan_reset
+from miles_reset.testing import same_bits
 
 TRAINING_STEPS = 500
 PROOF_STEPS = 5

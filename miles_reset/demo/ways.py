@@ -13,6 +13,7 @@ from torch import nn
 from miles_reset.demo.training import Build, Job, parameters
 from miles_reset.reset import reset_optimizer_states
 from miles_reset.schema import Role
+from miles_reset.testing import same_bits
 from miles_reset.walk import Node
 
 
@@ -163,9 +164,3 @@ def prove(job: Job, twin: Job, first: int, steps: int) -> Proof:
         all(same_bits(mine, fresh) for mine, fresh in pairs),
         max((mine.double() - fresh.double()).abs().max().item() for mine, fresh in pairs),
     )
-
-
-def same_bits(mine: torch.Tensor, fresh: torch.Tensor) -> bool:
-    """Say whether two tensors hold the same bits: 0.0 and -0.0 do not."""
-    a, b = (tensor.detach().contiguous().view(torch.uint8) for tensor in (mine, fresh))
-    return torch.equal(a, b)
