@@ -27,7 +27,8 @@ from miles_reset.errors import (
 )
 from miles_reset.hookspecs import hookimpl
 from miles_reset.registry import Registry
-from miles_reset.reset import ResetPlan, ResetReport, plan_reset, reset_optimizer_states
+from miles_reset.report import ResetReport
+from miles_reset.reset import ResetPlan, plan_reset, reset_optimizer_states
 from miles_reset.schema import (
     Initial,
     Role,

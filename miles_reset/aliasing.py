@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from operator import attrgetter
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,9 +19,15 @@ import torch
 from miles_reset.errors import NOTHING_CHANGED, UnreachableStateError, UnsupportedOptimizerState
 from miles_reset.values import PLAIN_TENSORS, How, Write, local
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    _Addresses = npt.NDArray[np.uint64]
+
 # No allocator hands out addresses below this one, but for the heap of a program that was linked at a
 # fixed address; a released storage's address is its view's offset. Whatever is below is looked at.
 _SUSPECT = 1 << 40
+_NEVER = np.uint64(2**64 - 1)
 _IN_PLACE = (How.FILL, How.DIAGONAL, How.COPY)
 
 
@@ -41,8 +47,8 @@ def check_tensors(writes: list[Write], weights: list[torch.Tensor]) -> list[Writ
     """
     in_place = [write for write in writes if write.how in _IN_PLACE]
     addresses = array("Q")
-    for write in in_place:
-        addresses.extend(_addresses(write.old))
+    for tensors in in_memory_order(write.old for write in in_place):
+        addresses.extend(_addresses(list(tensors)))
     if not addresses:
         return []
     in_order = np.sort(np.frombuffer(addresses, np.uint64))  # torch would wake its threads for it
@@ -52,14 +58,38 @@ def check_tensors(writes: list[Write], weights: list[torch.Tensor]) -> list[Writ
     if weights:
         if not PLAIN_TENSORS.issuperset(map(type, weights)):
             weights = list(map(local, weights))
-        begin = np.fromiter(_addresses(weights), np.uint64, len(weights))
-        end = begin + np.fromiter(map(attrgetter("nbytes"), weights), np.uint64, len(weights))
-        within = np.searchsorted(in_order, end) > np.searchsorted(in_order, begin)
-        if (within & (begin > 0)).any():
-            _refuse_weights(in_place, begin[within].tolist(), end[within].tolist())
+        if within := _weights_with_state(np.fromiter(_addresses(weights), np.uint64), in_order, weights):
+            _refuse_weights(in_place, within)
     if not (in_order[1:] == in_order[:-1]).any():
         return []
     return list(_unshare(in_place))
+
+
+def in_memory_order(columns: Iterable[list[torch.Tensor]]) -> Iterator[Iterator[torch.Tensor]]:
+    """Yield tensors parameter by parameter rather than slot by slot, where the slots have as many.
+
+    So they were made, and so they lie in memory.
+    """
+    alike: dict[int, list[list[torch.Tensor]]] = {}
+    for column in columns:
+        alike.setdefault(len(column), []).append(column)
+    for same in alike.values():
+        yield chain.from_iterable(zip(*same, strict=True))
+
+
+def _weights_with_state(begin: _Addresses, state: _Addresses, weights: list[torch.Tensor]) -> list[range]:
+    """Return the extents, in addresses, of the weights within which state begins; ``state`` is sorted.
+
+    Only a weight that is followed by state, before another weight begins, is asked for its size.
+    """
+    followers = np.append(state, _NEVER)[np.searchsorted(state, begin)]
+    in_order = np.sort(begin)
+    next_weights = np.append(in_order, _NEVER)[np.searchsorted(in_order, begin, side="right")]
+    near = np.flatnonzero((begin > 0) & (followers < next_weights))
+    sizes = np.fromiter((weights[i].nbytes for i in near.tolist()), np.uint64, len(near))
+    begin, followers = begin[near], followers[near]
+    within = followers < begin + sizes
+    return list(map(range, begin[within].tolist(), (begin + sizes)[within].tolist()))
 
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> Sequence[int]:
@@ -87,10 +117,10 @@ def _check_storages(write: Write) -> None:
             )
 
 
-def _refuse_weights(writes: list[Write], begin: list[int], end: list[int]) -> None:
+def _refuse_weights(writes: list[Write], extents: list[range]) -> None:
     for write in writes:
         for i, address in enumerate(_addresses(write.old)):
-            if address and any(first <= address < last for first, last in zip(begin, end, strict=True)):
+            if address and any(address in extent for extent in extents):
                 path = write.nodes[i].path
                 raise UnsupportedOptimizerState(
                     path,
@@ -124,5 +154,6 @@ def _unshare(writes: list[Write]) -> Iterator[Write]:
             [write.old[i] for i in aliases],
             fresh,
         )
+        write.old = write.old.copy()  # the plan still compares what it found
         for i, tensor in zip(aliases, fresh, strict=True):
             write.old[i] = tensor

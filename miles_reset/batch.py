@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
+from operator import contains, methodcaller
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -69,7 +71,7 @@ class Batch:
 
     def groups_with(self, key: str) -> list[tuple[Node, MutableMapping[str, Any]]]:
         """Return the groups that have a key, each with its node."""
-        if not any(key in group for group in self.groups):
+        if not any(map(contains, self.groups, repeat(key))):
             return []
         nodes = (node for node in self.nodes for _ in getattr(node.obj, "param_groups", ()))
         return [(node, group) for node, group in zip(nodes, self.groups, strict=True) if key in group]
@@ -77,7 +79,7 @@ class Batch:
     @cached_property
     def differentiable(self) -> bool:
         """Whether any of them steps under autograd."""
-        return any(group.get("differentiable") for group in self.groups)
+        return any(map(methodcaller("get", "differentiable"), self.groups))
 
     @cached_property
     def _group_of(self) -> dict[tuple[int, int], MutableMapping[str, Any]]:

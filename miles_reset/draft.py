@@ -107,7 +107,7 @@ def _write_all_alike(initial: Initial, found: Found) -> Write | None:
     if PLAIN_TENSORS.issuperset(types):
         if initial.dtype and {named_dtype(initial.dtype)} != set(map(attrgetter("dtype"), values)):
             return None
-        return Write(How.FILL, found.nodes, found.containers, found.key, list(values), initial.value)
+        return Write(How.FILL, found.nodes, found.containers, found.key, values, initial.value)
     if len(types) == 1 and NUMBERS.issuperset(types) and initial.value == 0:
         fresh = [types.pop()(initial.value)] * len(values)
         return Write(How.SET, found.nodes, found.containers, found.key, values, fresh)

@@ -7,8 +7,9 @@ of one-parameter optimizers costs little more than one optimizer of thousands of
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
-from operator import is_, itemgetter
+from operator import is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ import torch
 from miles_reset.aliasing import check_tensors
 from miles_reset.batch import Batch, Found
 from miles_reset.draft import Draft, Row
-from miles_reset.errors import UndeclaredStateError, UnreachableStateError
+from miles_reset.errors import ResetError, UndeclaredStateError, UnreachableStateError
 from miles_reset.registry import Registry
 from miles_reset.schema import Initial, Place, Slot
 from miles_reset.values import PLAIN_TENSORS, How, Site, Write
@@ -33,26 +34,59 @@ def plan_tree(tree: Tree, registry: Registry, *, strict: bool = True) -> Draft:
         UnsupportedOptimizerState: State that cannot be brought to a fresh value.
     """
     draft = Draft(left_alone=list(tree.left_alone))
-    batches: dict[tuple[int, int], list[Node]] = {}
-    for leaf in tree.leaves:
-        batches.setdefault((id(leaf.claim), id(leaf.parent)), []).append(leaf)
-    for nodes in batches.values():
-        foreign = tuple(slot for above in nodes[0].wrappers() for slot in above.claim.record.at(Place.CHILD))
-        batch = Batch(nodes, registry, foreign)
-        _plan_state(draft, batch, strict)
-        _plan_rest(draft, batch)
+    batches = _alike(tree.leaves)
+    for nodes in batches:
+        _plan_leaves(draft, nodes, registry, strict)
     for node in reversed(tree.wrappers):
         batch = Batch([node], registry)
-        if batch.record.at(Place.STATE) or batch.record.at(Place.NAMED):
-            _plan_state(draft, batch, strict)
-        _plan_rest(draft, batch)
-        _plan_stale_groups(draft, batch, batches.values())
+        with _readable(node):
+            if batch.record.at(Place.STATE) or batch.record.at(Place.NAMED):
+                _plan_state(draft, batch, strict)
+            _plan_rest(draft, batch)
+            _plan_stale_groups(draft, batch, batches)
     for write in check_tensors(draft.writes, draft.weights):
         draft.writes.append(write)
         of_node = [row for row in draft.rows if write.nodes[0] in row.nodes]
         row = next((row for row in of_node if row.slot.matches(write.key)), of_node[0])
         draft.rows.append(row._replace(outcome="replaced: one tensor was shared", nodes=write.nodes))
     return draft
+
+
+def _plan_leaves(draft: Draft, nodes: list[Node], registry: Registry, strict: bool) -> None:
+    foreign = tuple(slot for above in nodes[0].wrappers() for slot in above.claim.record.at(Place.CHILD))
+    batch = Batch(nodes, registry, foreign)
+    try:
+        with _readable(nodes[0]):
+            _plan_state(draft, batch, strict)
+            _plan_rest(draft, batch)
+    except UnreachableStateError:
+        if len(nodes) > 1:
+            for node in nodes:  # one by one, to say which it is
+                _plan_leaves(Draft(), [node], registry, strict)
+        raise
+
+
+@contextmanager
+def _readable(node: Node) -> Iterator[None]:
+    """Say whose state it was that could not be read, whatever went wrong with it."""
+    try:
+        yield
+    except ResetError:
+        raise
+    except Exception as error:
+        raise UnreachableStateError(node.path, f"what it holds cannot be read: {error!r}.") from error
+
+
+def _alike(leaves: list[Node]) -> list[list[Node]]:
+    """Split leaves by their record and the wrapper that holds them."""
+    batches: dict[tuple[int, int], list[Node]] = {}
+    claim = parent = nodes = None
+    for leaf in leaves:
+        if nodes is None or leaf.claim is not claim or leaf.parent is not parent:
+            claim, parent = leaf.claim, leaf.parent
+            nodes = batches.setdefault((id(claim), id(parent)), [])
+        nodes.append(leaf)
+    return list(batches.values())
 
 
 def _plan_state(draft: Draft, batch: Batch, strict: bool) -> None:
@@ -67,8 +101,10 @@ def _plan_state(draft: Draft, batch: Batch, strict: bool) -> None:
             node = batch.nodes[list(map(type, states)).index(kind)]
             raise UnreachableStateError(node.path, f"its state is a {kind.__name__}.")
     keys = list(chain.from_iterable(states))
-    entries = [entry for state in states for entry in state.values()]
-    nodes = list(chain.from_iterable(map(repeat, batch.nodes, map(len, states))))
+    entries = list(chain.from_iterable(map(methodcaller("values"), states)))
+    nodes = batch.nodes
+    if {*map(len, states)} != {1}:
+        nodes = list(chain.from_iterable(map(repeat, nodes, map(len, states))))
     found = Found(None, nodes, entries, [], keys)
     if not (PLAIN_TENSORS.issuperset(map(type, keys)) and set(map(type, entries)) <= {dict}):
         is_entry = list(map(_is_entry, keys, entries))
@@ -79,7 +115,7 @@ def _plan_state(draft: Draft, batch: Batch, strict: bool) -> None:
                 draft.plan_slot(slot, batch, Found(key, [node], [node.obj.state], [value], ()))
         found = found.select([i for i, yes in enumerate(is_entry) if yes])
         keys = [key for key in found.parameters if isinstance(key, torch.Tensor)]
-    in_groups = [parameter for group in batch.groups for parameter in group.get("params", ())]
+    in_groups = list(chain.from_iterable(map(methodcaller("get", "params", ()), batch.groups)))
     draft.weights += in_groups
     if len(keys) != len(in_groups) or not all(map(is_, keys, in_groups)):
         draft.weights += keys

@@ -4,102 +4,30 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
+from itertools import islice, zip_longest
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from miles_reset.aliasing import in_memory_order
 from miles_reset.discovery import default_registry
-from miles_reset.draft import Draft, Row
+from miles_reset.draft import Draft
 from miles_reset.errors import UnreachableStateError
-from miles_reset.lines import Line, lines, table
 from miles_reset.plan import plan_tree
 from miles_reset.registry import Registry
+from miles_reset.report import Account, ResetReport
 from miles_reset.values import PLAIN_TENSORS, How, Write
 from miles_reset.walk import Node, walk
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
 
 logger = logging.getLogger("miles_reset")
 
 
 @dataclass(frozen=True)
-class _Account:
-    """What a plan and a report have in common.
-
-    Attributes:
-        rows: What becomes of each slot; :attr:`lines` has it leaf by leaf.
-        leaves: The number of optimizers that own state, or could.
-        left_alone: Path and reason for each thing that is not reset.
-    """
-
-    rows: Sequence[Row] = field(repr=False)
-    leaves: int
-    left_alone: tuple[tuple[str, str], ...]
-
-    @property
-    def lines(self) -> tuple[Line, ...]:
-        """One line for each leaf, slot and outcome."""
-        return lines(self.rows)
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """The number of values by outcome."""
-        total: Counter[str] = Counter()
-        for row in self.rows:
-            total[str(row.outcome)] += len(row.nodes)
-        return dict(sorted(total.items()))
-
-    @property
-    def changed(self) -> int:
-        """The number of values that are reset."""
-        written = {str(how) for how in How}
-        return sum(n for outcome, n in self.counts.items() if outcome in written)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data, one line for each leaf and slot."""
-        return {
-            "leaves": self.leaves,
-            "values": self.counts,
-            "lines": [line._asdict() for line in self.lines],
-            "left_alone": [{"path": path, "reason": reason} for path, reason in self.left_alone],
-        }
-
-    def __rich__(self) -> RenderableType:
-        """Return it as a tree, for ``rich.print``."""
-        from miles_reset.render import render
-
-        return render(self)
-
-    def _summary(self, verb: str) -> str:
-        if not self.leaves:
-            return f"No optimizer was reached: nothing {verb}."
-        leaves = f"{self.leaves:,} optimizer{'s' * (self.leaves != 1)}"
-        if not self.changed:
-            return f"No state was found in {leaves}: nothing {verb}."
-        return f"{self.changed:,} value{'s' * (self.changed != 1)} in {leaves} {verb}."
-
-    def _table(self, verb: str) -> str:
-        alone = [f"left alone: {path}: {reason}" for path, reason in self.left_alone]
-        return "\n".join([self._summary(verb), *table(self.lines), *alone])
-
-
-@dataclass(frozen=True)
-class ResetReport(_Account):
-    """What a reset did. ``str()`` is a table."""
-
-    def __str__(self) -> str:
-        """Return the report as a table."""
-        return self._table("reset")
-
-
-@dataclass(frozen=True)
-class ResetPlan(_Account):
+class ResetPlan(Account):
     """What a reset would change. ``str()`` is a table.
 
     A plan holds the live tensors that it found, so apply it before the next optimizer step or
@@ -128,12 +56,12 @@ class ResetPlan(_Account):
             tensor.detach_()
         _write(self._draft.writes)
         report = ResetReport(self.rows, self.leaves, self.left_alone)
-        logger.log(_level(logging.INFO if self.leaves else logging.WARNING), "%s", report._summary("reset"))
+        logger.log(_level(logging.INFO if self.leaves else logging.WARNING), "%s", report.summary("reset"))
         return report
 
     def __str__(self) -> str:
         """Return the plan as a table."""
-        return self._table("to reset")
+        return self.as_table("to reset")
 
 
 def plan_reset(optimizer: object, *, strict: bool = True, registry: Registry | None = None) -> ResetPlan:
@@ -210,17 +138,20 @@ def _level(level: int) -> int:
     return logging.DEBUG if distributed and torch.distributed.get_rank() else level
 
 
+_AT_ONCE = 1540
+"""So many tensors are filled at once: few enough to stay in a cache meanwhile, and a multiple of the
+110 and of the 770 that torch's CUDA kernels take in a launch."""
+
+
 @torch.no_grad()
 def _write(writes: Iterable[Write]) -> None:
-    fills: dict[tuple[str, int], list[Write]] = {}
+    fills: dict[str, list[Write]] = {}
     for write in writes:
-        if write.how is How.FILL:  # numbers are told apart by their digits: -0.0 equals 0
-            fills.setdefault((str(write.new), len(write.old)), []).append(write)
+        if write.how is How.FILL:
+            fills.setdefault(str(write.new), []).append(write)  # by its digits: -0.0 equals 0
     for same in fills.values():
-        # Parameter by parameter rather than slot by slot: as the tensors were made, and lie in memory.
-        columns = (write.old for write in same)
-        for alike in _alike(list(chain.from_iterable(zip(*columns, strict=True)))):
-            _fill(alike, same[0].new)
+        for tensors in in_memory_order(write.old for write in same):
+            _fill_all(tensors, same[0].new)
     for write in writes:
         _write_others(write)
 
@@ -236,6 +167,31 @@ def _alike(tensors: list[torch.Tensor]) -> Iterable[list[torch.Tensor]]:
     return parts.values()
 
 
+def _fill_all(tensors: Iterator[torch.Tensor], value: float) -> None:
+    """Fill tensors in portions; where there are many on the CPU, a second thread takes its share."""
+    on_cpu = []
+    while some := list(islice(tensors, _AT_ONCE)):
+        for portion in _alike(some):
+            if portion[0].is_cpu:
+                on_cpu.append(portion)
+            else:  # on the caller's stream, which another thread would not know
+                _fill(portion, value)
+    left = iter(on_cpu)
+
+    def fill_what_is_left() -> None:
+        for portion in left:
+            _fill(portion, value)
+
+    if len(on_cpu) > 1:
+        with ThreadPoolExecutor(1) as other:
+            helped = other.submit(fill_what_is_left)
+            fill_what_is_left()
+            helped.result()
+    else:
+        fill_what_is_left()
+
+
+@torch.no_grad()
 def _fill(tensors: list[torch.Tensor], value: float) -> None:
     if not PLAIN_TENSORS.issuperset(map(type, tensors)):
         for tensor in tensors:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from miles_reset.errors import UnknownOptimizerError, UnreachableStateError
 from miles_reset.registry import Claim, Provider, Registry, class_name
@@ -13,7 +13,8 @@ from miles_reset.schema import StateSchema
 from miles_reset.wrapper import UnwrapRule, labelled
 
 
-class Node(NamedTuple):
+@dataclass(slots=True, eq=False)  # half as dear as a NamedTuple, and there may be thousands
+class Node:
     """An object in the tree: a leaf (an optimizer that owns state), or a wrapper.
 
     Attributes:
@@ -25,7 +26,7 @@ class Node(NamedTuple):
 
     obj: Any
     claim: Claim
-    label: str
+    label: str | int
     parent: Node | None
 
     @property
@@ -35,7 +36,7 @@ class Node(NamedTuple):
         node: Node | None = self
         while node is not None:
             names.append(type(node.obj).__name__.replace("NoneType", "None"))
-            names.append("" if node.parent is None else f"[{node.label}]." if node.label else ".")
+            names.append("" if node.parent is None else "." if node.label == "" else f"[{node.label}].")
             node = node.parent
         return "".join(reversed(names))
 
@@ -82,7 +83,7 @@ def walk(optimizer: object, registry: Registry, *, strict: bool = True) -> Tree:
     tree = Tree()
     met: dict[int, Node] = {}
     plain: dict[type, Claim] = {}  # leaves that are always ready, by class
-    levels: list[tuple[Iterator[tuple[str, Any]], Node | None]] = [(iter([("", optimizer)]), None)]
+    levels: list[tuple[Iterator[tuple[str | int, Any]], Node | None]] = [(iter([("", optimizer)]), None)]
     while levels:
         children, parent = levels[-1]
         for label, obj in children:
@@ -128,7 +129,8 @@ def _visit(node: Node, tree: Tree, met: dict[int, Node], registry: Registry, str
         if inner is None:
             return None
         claim = _TRANSPARENT
-    met[id(obj)] = node = node._replace(claim=claim)
+    node.claim = claim
+    met[id(obj)] = node
     if claim.record.ready is not None and (reason := _reason(node)):
         raise UnreachableStateError(node.path, reason)
     if isinstance(claim.record, UnwrapRule):
@@ -179,7 +181,7 @@ def _reason(node: Node) -> str | None:
         raise UnreachableStateError(node.path, reason) from error
 
 
-def _children(node: Node, rule: UnwrapRule) -> Sequence[tuple[str, Any]]:
+def _children(node: Node, rule: UnwrapRule) -> Iterable[tuple[str | int, Any]]:
     try:
         return rule.children_of(node.obj)
     except Exception as error:

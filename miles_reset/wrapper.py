@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, ItemsView, Iterator, ValuesView
+from collections.abc import Callable, ItemsView, Iterable, Iterator, ValuesView
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -73,13 +73,16 @@ class UnwrapRule(Slotted):
             override=override,
         )
 
-    def children_of(self, wrapper: object) -> list[tuple[str, Any]]:
-        """Return what the wrapper holds, with labels; a label is empty for an only child."""
+    def children_of(self, wrapper: object) -> Iterable[tuple[str | int, Any]]:
+        """Return what the wrapper holds, with labels; a label is empty for an only child.
+
+        An empty list where it holds nothing.
+        """
         children = self.children
         return labelled(getattr(wrapper, children) if isinstance(children, str) else children(wrapper))
 
 
-def labelled(held: Any) -> list[tuple[str, Any]]:
+def labelled(held: Any) -> Iterable[tuple[str | int, Any]]:
     """Label one optimizer, or those in a list, tuple or dict.
 
     A dict gives its keys as labels, a sequence its positions; a pair in a sequence is (label, optimizer).
@@ -88,12 +91,11 @@ def labelled(held: Any) -> list[tuple[str, Any]]:
         return [(str(key), child) for key, child in held.items()]
     if isinstance(held, (Iterator, ItemsView, ValuesView)):
         held = list(held)
-    if isinstance(held, (list, tuple)):
-        if tuple in map(type, held):
-            pairs = (item if _is_pair(item) else (i, item) for i, item in enumerate(held))
-            return [(str(label), child) for label, child in pairs]
-        return list(zip(map(str, range(len(held))), held, strict=True))
-    return [("", held)]
+    if not isinstance(held, (list, tuple)):
+        return [("", held)]
+    if tuple in map(type, held):
+        return [item if _is_pair(item) else (i, item) for i, item in enumerate(held)]
+    return enumerate(held) if held else []
 
 
 def _is_pair(item: object) -> bool:

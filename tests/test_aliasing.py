@@ -53,6 +53,20 @@ def test_a_parameter_in_a_slot_is_refused(view: Any) -> None:
     assert optimizer.state[weight]["step"] == 1
 
 
+@pytest.mark.parametrize("at", [0, 2, 5, 9])
+def test_state_in_any_of_the_weights_of_one_buffer_is_refused(at: int) -> None:
+    buffer = torch.ones(40)
+    weights = [torch.nn.Parameter(buffer[i : i + 4]) for i in range(0, 40, 4)]
+    optimizer = torch.optim.Adam(weights)
+    for weight in weights:
+        weight.grad = torch.ones(4)
+    optimizer.step()
+    optimizer.state[weights[0]]["exp_avg"] = buffer[4 * at + 3 :][:1]
+    with pytest.raises(UnsupportedOptimizerState, match="lies within one"):
+        reset_optimizer_states(optimizer)
+    assert buffer.all()
+
+
 @pytest.mark.parametrize("key", ["step", "exp_avg"])
 def test_a_tensor_that_states_share_stays_in_the_first_and_the_others_get_their_own(key: str) -> None:
     optimizer = adam(3)

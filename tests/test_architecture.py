@@ -32,6 +32,7 @@ ORDER = [
     "plan",
     "lines",
     "render",
+    "report",
     "reset",
 ]
 

@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
+from threading import Barrier, get_ident
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from miles_reset import Registry, load_registry, plan_reset, reset_optimizer_states
+from miles_reset import Registry, load_registry, plan_reset, reset, reset_optimizer_states
 from miles_reset.walk import walk
 
 SLOTS = 3
@@ -49,11 +50,28 @@ def operations_of_a_reset(optimizers: list[Any]) -> list[tuple[str, list[torch.T
 
 @pytest.mark.parametrize("build", BUILDERS)
 def test_a_reset_zeroes_all_tensors_of_a_slot_in_one_operation(build: Any) -> None:
-    optimizer = build(1_000)
+    optimizer = build(500)
     seen = operations_of_a_reset([optimizer])
     assert {name for name, _ in seen} == {"aten._foreach_zero_"}
     assert len(seen) <= SLOTS
-    assert sum(len(tensors) for _, tensors in seen) == SLOTS * 1_000
+    assert sum(len(tensors) for _, tensors in seen) == SLOTS * 500
+    assert not any(tensor.any() for tensor in state_tensors(optimizer))
+
+
+def test_two_threads_fill_many_tensors_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits until the other has begun, so a lone thread would wait in vain."""
+    optimizer, both = stepped_adamw(2_000), Barrier(2, timeout=60)
+    fill, begun = reset._fill, set()
+
+    def fill_in_company(tensors: list[torch.Tensor], value: float) -> None:
+        if get_ident() not in begun:
+            begun.add(get_ident())
+            both.wait()
+        fill(tensors, value)
+
+    monkeypatch.setattr(reset, "_fill", fill_in_company)
+    reset_optimizer_states(optimizer)
+    assert len(begun) == 2
     assert not any(tensor.any() for tensor in state_tensors(optimizer))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from large import state_tensors, stepped_adamw
 from rich.console import Console
 
 from miles_reset import UndeclaredStateError, UnreachableStateError, plan_reset, reset_optimizer_states
@@ -173,3 +174,28 @@ def test_what_a_reset_makes_can_be_stepped_on_though_it_was_made_under_inference
         reset_optimizer_states(optimizer)
     stepped(optimizer)
     assert first["step"] == second["step"] == 1
+
+
+def broken_groups(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups = None  # type: ignore[assignment]
+
+
+def broken_flag(optimizer: torch.optim.Optimizer) -> None:
+    optimizer.param_groups[0]["differentiable"] = torch.zeros(2)
+
+
+def broken_list(optimizer: torch.optim.Optimizer) -> None:
+    held: list[object] = []
+    held.append(held)
+    next(iter(optimizer.state.values()))["exp_avg"] = held
+
+
+@pytest.mark.parametrize("breaking", [broken_groups, broken_flag, broken_list])
+def test_what_cannot_even_be_read_is_refused_with_its_place(breaking: Any) -> None:
+    sound, broken = stepped_adamw(1), stepped_adamw(1)
+    breaking(broken)
+    with pytest.raises(
+        UnreachableStateError, match=r"^State at list\[1\]\.AdamW .*: what it holds cannot be read"
+    ):
+        reset_optimizer_states([sound, broken])
+    assert all(tensor.all() for tensor in state_tensors(sound))

@@ -23,7 +23,8 @@ from miles_reset.demo.pictures import draw, table
 from miles_reset.demo.training import Build, Job, MakeOptimizer, job_of, megatron_jobs, torch_job
 from miles_reset.demo.ways import Outcome, Proof, compare_ways, prove
 from miles_reset.render import render
-from miles_reset.reset import ResetPlan, ResetReport, plan_reset
+from miles_reset.report import ResetReport
+from miles_reset.reset import ResetPlan, plan_reset
 from miles_reset.testing import same_bits
 
 TRAINING_STEPS = 500
