@@ -15,14 +15,20 @@ A plugin declares what an optimizer remembers; see :mod:`miles_reset.hookspecs` 
         return [StateSchema("mylib.MyAdam", momentum("m"), variance("v"), clock("step"))]
 """
 
+from typing import TYPE_CHECKING, Any
+
 from miles_reset.discovery import default_registry, load_registry
 from miles_reset.errors import (
+    CheckpointError,
     ConflictError,
     PluginError,
+    PolicyError,
+    RankDisagreementError,
     ResetError,
     UndeclaredStateError,
     UnknownOptimizerError,
     UnreachableStateError,
+    UnsafeCheckpointError,
     UnsupportedOptimizerState,
 )
 from miles_reset.hookspecs import hookimpl
@@ -43,20 +49,50 @@ from miles_reset.schema import (
 )
 from miles_reset.wrapper import UnwrapRule
 
+if TYPE_CHECKING:
+    from miles_reset.checkpoint.opening import open_checkpoint
+    from miles_reset.policy import ResumePolicy
+    from miles_reset.resume import ResumePlan, ResumeReport, plan_resume
+
+_LATER = {
+    "ResumePlan": "resume",
+    "ResumePolicy": "policy",
+    "ResumeReport": "resume",
+    "open_checkpoint": "checkpoint.opening",
+    "plan_resume": "resume",
+}
+"""What is imported when it is first asked for: a reset needs neither pydantic nor YAML."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+
+
 __all__ = [
+    "CheckpointError",
     "ConflictError",
     "Initial",
     "PluginError",
+    "PolicyError",
+    "RankDisagreementError",
     "Registry",
     "ResetError",
     "ResetPlan",
     "ResetReport",
+    "ResumePlan",
+    "ResumePolicy",
+    "ResumeReport",
     "Role",
     "Slot",
     "StateSchema",
     "UndeclaredStateError",
     "UnknownOptimizerError",
     "UnreachableStateError",
+    "UnsafeCheckpointError",
     "UnsupportedOptimizerState",
     "UnwrapRule",
     "clock",
@@ -66,7 +102,9 @@ __all__ = [
     "kept",
     "load_registry",
     "momentum",
+    "open_checkpoint",
     "plan_reset",
+    "plan_resume",
     "reset_optimizer_states",
     "scratch",
     "variance",

@@ -12,14 +12,22 @@ from typing import Any
 import pluggy
 
 from miles_reset import hookspecs
+from miles_reset.checkpoint.reader import CheckpointReader, SafeGlobal
 from miles_reset.errors import ConflictError, PluginError
-from miles_reset.registry import Provider, Record, Registry
+from miles_reset.registry import Provider, Registry
+from miles_reset.scheduler import SchedulerRule
 from miles_reset.schema import StateSchema
 from miles_reset.wrapper import UnwrapRule
 
 ENTRY_POINTS = "miles_reset"
 DISABLE = "MILES_RESET_DISABLE"
-HOOKS = {"miles_reset_schemas": StateSchema, "miles_reset_unwrap_rules": UnwrapRule}
+HOOKS: dict[str, type] = {
+    "miles_reset_schemas": StateSchema,
+    "miles_reset_unwrap_rules": UnwrapRule,
+    "miles_reset_checkpoint_readers": CheckpointReader,
+    "miles_reset_scheduler_rules": SchedulerRule,
+    "miles_reset_safe_globals": SafeGlobal,
+}
 
 logger = logging.getLogger("miles_reset")
 _lock = threading.Lock()
@@ -103,7 +111,7 @@ def _name(plugin: object) -> str:
     return str(name).rpartition(".")[2].removeprefix("miles_reset_")
 
 
-def _records(provider: Provider, plugin: object) -> tuple[Record, ...]:
+def _records(provider: Provider, plugin: object) -> tuple[Any, ...]:
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     try:

@@ -8,7 +8,11 @@
      |  - UndeclaredStateError
      |  - UnreachableStateError
      + PluginError
-        - ConflictError
+     |  - ConflictError
+     + PolicyError
+     + CheckpointError
+     |  - UnsafeCheckpointError
+     + RankDisagreementError
 
 Each carries its parts as attributes, says where and whose, and what to do.
 A reset that raises one of them has changed nothing.
@@ -16,7 +20,7 @@ A reset that raises one of them has changed nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 NOTHING_CHANGED = "Nothing was changed."
@@ -146,3 +150,62 @@ class ConflictError(PluginError):
             f"or disable one with MILES_RESET_DISABLE={self.plugin}."
         )
         Exception.__init__(self, f"{target} is claimed by {' and '.join(self.claimants)}. {how}")
+
+
+class PolicyError(ResetError):
+    """A resume policy is none, or cannot be carried out here.
+
+    Attributes:
+        part: The part, or the key, that it is about.
+    """
+
+    def __init__(self, part: str, problem: str) -> None:
+        super().__init__(f"Policy, {part}: {problem} {NOTHING_CHANGED}")
+        self.part = part
+
+
+class CheckpointError(ResetError):
+    """A checkpoint, or a part of one, cannot be used.
+
+    Attributes:
+        path: The file or folder.
+        part: The part of it, if it is about one.
+    """
+
+    def __init__(self, path: str, part: str, problem: str) -> None:
+        of = f"{part} of " if part else ""
+        super().__init__(f"Checkpoint: {of}{path} {problem} {NOTHING_CHANGED}")
+        self.path = path
+        self.part = part
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """A file would have to import or call something that is not on the allow-list.
+
+    Attributes:
+        path: The file.
+        part: The part of it, if it is about one.
+        global_name: The dotted name that the file asks for.
+    """
+
+    def __init__(self, path: str, global_name: str) -> None:
+        super().__init__(
+            path,
+            "",
+            f"asks for {global_name}, which is not on the allow-list, so it was not unpickled. If you trust "
+            f'the file, put allow = ["{global_name}"] into the policy.',
+        )
+        self.global_name = global_name
+
+
+class RankDisagreementError(ResetError):
+    """Ranks do not agree on what to do, or one of them refuses, so none does it.
+
+    Attributes:
+        verdicts: What each rank says, by rank.
+    """
+
+    def __init__(self, verdicts: Mapping[int, str], why: str = "one refuses, so none goes on") -> None:
+        said = " ".join(f"Rank {rank}: {verdict.rstrip()}" for rank, verdict in sorted(verdicts.items()))
+        super().__init__(f"The ranks do not agree: {why}. {said} {NOTHING_CHANGED}")
+        self.verdicts = dict(verdicts)

@@ -22,6 +22,8 @@ from collections.abc import Iterable
 
 import pluggy
 
+from miles_reset.checkpoint.reader import CheckpointReader, SafeGlobal
+from miles_reset.scheduler import SchedulerRule
 from miles_reset.schema import StateSchema
 from miles_reset.wrapper import UnwrapRule
 
@@ -67,4 +69,59 @@ def miles_reset_unwrap_rules() -> Iterable[UnwrapRule]:  # type: ignore[empty-bo
 
     Returns:
         One :class:`UnwrapRule` a class.
+    """
+
+
+@hookspec
+def miles_reset_checkpoint_readers() -> Iterable[CheckpointReader]:  # type: ignore[empty-body]  # a spec
+    """Declare how to read formats of checkpoints.
+
+    Example::
+
+        from miles_reset.checkpoint import Checkpoint, CheckpointReader, plain_parts
+
+        def open_mylib(source):
+            state = source.file("state.pt")
+            return Checkpoint(str(source.path), "mylib", {"optimizer": state.part("opt")})
+
+        @hookimpl
+        def miles_reset_checkpoint_readers():
+            return [CheckpointReader("mylib", lambda path: (path / "mylib.json").exists(), open_mylib)]
+
+    Returns:
+        One :class:`~miles_reset.checkpoint.CheckpointReader` a format.
+    """
+
+
+@hookspec
+def miles_reset_scheduler_rules() -> Iterable[SchedulerRule]:  # type: ignore[empty-body]  # a spec
+    """Declare what schedulers own in param groups, and how they come back.
+
+    Example::
+
+        from miles_reset.scheduler import SchedulerRule
+
+        @hookimpl
+        def miles_reset_scheduler_rules():
+            return [SchedulerRule("mylib.WarmupDecay", owns=("lr", "weight_decay"))]
+
+    Returns:
+        One :class:`~miles_reset.scheduler.SchedulerRule` a class.
+    """
+
+
+@hookspec
+def miles_reset_safe_globals() -> Iterable[SafeGlobal]:  # type: ignore[empty-body]  # a spec has no body
+    """Name classes and functions that do nothing but hold data, and may be unpickled.
+
+    Example::
+
+        from miles_reset.checkpoint import SafeGlobal
+
+        @hookimpl
+        def miles_reset_safe_globals():
+            return [SafeGlobal("mylib.config.TrainConfig")]
+
+    Returns:
+        One :class:`~miles_reset.checkpoint.SafeGlobal` a name.
     """

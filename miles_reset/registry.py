@@ -39,7 +39,7 @@ class Provider:
 class Claim:
     """A record, and who provides it."""
 
-    record: Record
+    record: Any
     provider: Provider
 
 
@@ -52,28 +52,39 @@ class Registry:
     Attributes:
         claims: The claims by dotted class name, sorted by name.
         providers: The plugins, sorted by name.
+        tables: The claims of each other kind of record, by its target.
     """
 
     claims: Mapping[str, Claim]
     providers: tuple[Provider, ...] = ()
+    tables: Mapping[type, Mapping[str, Claim]] = field(default_factory=dict)
     _found: WeakKeyDictionary[type, Claim | None] = field(
         default_factory=WeakKeyDictionary, compare=False, repr=False
     )
 
     @classmethod
-    def build(cls, provided: Iterable[tuple[Provider, Iterable[Record]]]) -> Registry:
+    def build(cls, provided: Iterable[tuple[Provider, Iterable[Any]]]) -> Registry:
         """Put records into one table, in an order of no consequence.
 
         Raises:
             ConflictError: Two records claim one class, and not exactly one says ``override=True``.
         """
         pairs = [(provider, tuple(records)) for provider, records in provided]
-        claimed: dict[str, list[Claim]] = {}
+        claimed: dict[Any, dict[str, list[Claim]]] = {}
         for provider, records in sorted(pairs, key=lambda pair: pair[0]):
             for record in records:
-                claimed.setdefault(record.target, []).append(Claim(record, provider))
-        claims = {target: _winner(target, claimed[target]) for target in sorted(claimed)}
-        return cls(MappingProxyType(claims), tuple(sorted(provider for provider, _ in pairs)))
+                kind = Record if isinstance(record, Record) else type(record)
+                claimed.setdefault(kind, {}).setdefault(record.target, []).append(Claim(record, provider))
+        tables = {
+            kind: MappingProxyType({target: _winner(target, claims[target]) for target in sorted(claims)})
+            for kind, claims in claimed.items()
+        }
+        claims = tables.pop(Record, MappingProxyType({}))
+        return cls(claims, tuple(sorted(provider for provider, _ in pairs)), MappingProxyType(tables))
+
+    def table(self, kind: type) -> Mapping[str, Claim]:
+        """Return the claims of a kind of record that is about no optimizer, by target."""
+        return self.tables.get(kind, {})
 
     def find(self, cls: type) -> Claim | None:
         """Return the claim on a class, or on the nearest base that one is made on.
@@ -114,6 +125,8 @@ def class_name(cls: type[Any]) -> str:
 
 
 def _winner(target: str, claims: list[Claim]) -> Claim:
+    if not isinstance(claims[0].record, Record) and all(one.record == claims[0].record for one in claims):
+        return claims[0]
     overriding = [claim for claim in claims if claim.record.override]
     winners = sorted(overriding or claims, key=lambda claim: claim.provider.distribution != "miles-reset")
     if len(winners) == 1:

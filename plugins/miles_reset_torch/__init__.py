@@ -14,6 +14,8 @@ from miles_reset import (
     momentum,
     variance,
 )
+from miles_reset.scheduler import SchedulerRule
+from miles_reset_torch._schedulers import SCHEDULERS
 
 # With dampening, torch makes the buffer a copy of the first gradient. Without, a buffer of negative
 # zeros does the same, in place: -0.0 + g is g, where 0.0 + g loses the sign of a -0.0.
@@ -80,3 +82,9 @@ def miles_reset_unwrap_rules() -> list[UnwrapRule]:
         UnwrapRule("torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer",
             "optim", clock("averager.step", at="attribute")),
     ]  # fmt: skip
+
+
+@hookimpl
+def miles_reset_scheduler_rules() -> list[SchedulerRule]:
+    """Return what the schedulers of torch own, and how they come back."""
+    return SCHEDULERS

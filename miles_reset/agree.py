@@ -1,0 +1,101 @@
+"""One verdict of all ranks, before any of them changes anything."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from miles_reset.errors import RankDisagreementError, ResetError
+
+TIMEOUT = timedelta(minutes=5)
+"""How long ranks wait for each other."""
+
+
+@dataclass(frozen=True)
+class RankVerdict:
+    """What one rank says.
+
+    Attributes:
+        refusal: Why it refuses; None if it does not.
+        facts: What must be equal on all ranks: the policy, the iteration, the world size.
+    """
+
+    refusal: str | None = None
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+def initialized() -> bool:
+    """Say whether torch.distributed is in use."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def agree(
+    refused: ResetError | None,
+    facts: Mapping[str, Any] | None = None,
+    *,
+    group: Any = None,
+    timeout: timedelta = TIMEOUT,
+) -> None:
+    """Exchange verdicts with all ranks of a group, and refuse together where one refuses.
+
+    Alone, or without torch.distributed, it raises what was refused, or nothing.
+
+    Args:
+        refused: Why this rank refuses; None if it does not.
+        facts: What must be equal on all ranks.
+        group: The ranks; all, by default.
+        timeout: How long to wait for the others.
+
+    Raises:
+        RankDisagreementError: A rank refuses, has other facts, or does not answer in time.
+        ResetError: ``refused``, if this is the only rank.
+    """
+    if not initialized() or dist.get_world_size(group) == 1:
+        if refused is not None:
+            raise refused
+        return
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    mine = RankVerdict(str(refused) if refused is not None else None, dict(facts or {}))
+    verdicts: list[Any] = [None] * len(ranks)
+    try:
+        quick = _gloo_group(group, timeout)
+        dist.monitored_barrier(quick, timeout, wait_all_ranks=True)
+        dist.all_gather_object(verdicts, mine, group=quick)
+    except RuntimeError as error:
+        said = {dist.get_rank(): mine.refusal or "ready"}
+        why = f"not every rank answered within {timeout.total_seconds():.0f} s ({str(error).splitlines()[0]})"
+        raise RankDisagreementError(said, why) from error
+    _judge(dict(zip(ranks, verdicts, strict=True)), refused)
+
+
+def _judge(verdicts: Mapping[int, RankVerdict], refused: ResetError | None) -> None:
+    if any(verdict.refusal is not None for verdict in verdicts.values()):
+        said = {rank: verdict.refusal or "ready" for rank, verdict in verdicts.items()}
+        refusing = [rank for rank, verdict in verdicts.items() if verdict.refusal is not None]
+        raise RankDisagreementError(said, f"ranks {refusing} refuse, so none goes on") from refused
+    facts = [verdict.facts for verdict in verdicts.values()]
+    for key in {key: None for fact in facts for key in fact}:
+        if any(fact.get(key) != facts[0].get(key) for fact in facts):
+            said = {rank: f"{key} is {verdict.facts.get(key)!r}." for rank, verdict in verdicts.items()}
+            raise RankDisagreementError(said, f"they have different values of {key}")
+
+
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _gloo_group(group: Any, timeout: timedelta) -> Any:
+    """Return a group for objects in host memory: the group itself if it is one of gloo's."""
+    whole = group or dist.group.WORLD
+    if dist.get_backend(whole) == "gloo":
+        return whole
+    if whole not in _groups:
+        ranks = dist.get_process_group_ranks(whole)
+        _groups[whole] = dist.new_group(
+            ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
+        )
+    return _groups[whole]

@@ -1,0 +1,520 @@
+"""A policy, a checkpoint and live objects become a plan; applying it carries the policy out.
+
+Nothing changes before all that can fail was tried: the reset is planned, the saved optimizer is matched
+with the live one, the scheduler is brought back in a rehearsal on copies, and all ranks agree.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from miles_reset.agree import agree, initialized
+from miles_reset.checkpoint.opening import open_checkpoint
+from miles_reset.checkpoint.saved import Checkpoint, Saved
+from miles_reset.discovery import default_registry
+from miles_reset.errors import CheckpointError, PolicyError, ResetError
+from miles_reset.fit import fitted, is_plain, load, saved_groups
+from miles_reset.policy import PARTS, ResumePolicy, Verdict, decide
+from miles_reset.registry import Registry
+from miles_reset.report import ResetReport
+from miles_reset.reset import ResetPlan, plan_reset
+from miles_reset.scheduler import Schedule, SchedulerRule
+from miles_reset.schema import Place
+from miles_reset.walk import walk
+
+logger = logging.getLogger("miles_reset")
+
+
+class PartLine(NamedTuple):
+    """What becomes of one part.
+
+    Attributes:
+        part: Its name.
+        saved: What was saved of it.
+        action: What the policy says.
+        chosen_by: Who says so: the policy, the default, or what was inferred.
+        outcome: What is done: restore, fresh, reset, set, skip.
+        reason: Why.
+    """
+
+    part: str
+    saved: str
+    action: str
+    chosen_by: str
+    outcome: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What a plan and a report have in common.
+
+    Attributes:
+        parts: What becomes of each part.
+        iteration: Where the run goes on; None if the policy does not say and nothing was saved.
+        unit: What the iteration counts.
+        rates: The learning rate of each param group after the resume.
+        notes: What is worth knowing besides.
+    """
+
+    parts: tuple[PartLine, ...]
+    iteration: int | None
+    unit: str | None
+    rates: tuple[float, ...]
+    notes: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {
+            "parts": [line._asdict() for line in self.parts],
+            "iteration": self.iteration,
+            "unit": self.unit,
+            "rates": list(self.rates),
+            "notes": list(self.notes),
+        }
+
+    def _table(self, done: str) -> str:
+        cells = [PartLine._fields, *self.parts]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
+        rates = ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(self.rates)) or "not known"
+        unit = f" {self.unit}" if self.unit else ""
+        where = f"iteration{unit} {self.iteration if self.iteration is not None else 'not known'}"
+        return "\n".join(
+            [f"{done} {where}, learning rate {rates}.", *rows, *(f"note: {n}" for n in self.notes)]
+        )
+
+
+@dataclass(frozen=True)
+class ResumeReport(_Told):
+    """What a resume did: a receipt. ``str()`` is a table.
+
+    Attributes:
+        reset: What was reset of the optimizer, if it was.
+    """
+
+    reset: ResetReport | None = None
+
+    def __str__(self) -> str:
+        """Return the receipt as a table."""
+        return self._table("resumed at")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        return {**super().to_dict(), "reset": self.reset.to_dict() if self.reset else None}
+
+
+@dataclass(frozen=True)
+class ResumePlan(_Told):
+    """What a resume would do. ``str()`` is a table. It changes nothing until it is applied."""
+
+    _work: _Work = field(repr=False, compare=False)
+
+    def apply(self) -> ResumeReport:
+        """Carry the plan out, on all ranks or on none. Applying it twice equals applying it once.
+
+        Raises:
+            CheckpointError: A part can no longer be read.
+            RankDisagreementError: Another rank refuses.
+        """
+        told = {key: getattr(self, key) for key in _Told.__dataclass_fields__}
+        report = ResumeReport(**told, reset=self._work.carry_out())
+        rank0 = not initialized() or torch.distributed.get_rank() == 0
+        logger.log(logging.INFO if rank0 else logging.DEBUG, "%s", str(report).splitlines()[0])
+        return report
+
+    def __str__(self) -> str:
+        """Return the preview as a table."""
+        return self._table("to resume at")
+
+
+def plan_resume(
+    policy: ResumePolicy,
+    checkpoint: Checkpoint | str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    model: Any = None,
+    extras: Mapping[str, Any] | None = None,
+    group: Any = None,
+    registry: Registry | None = None,
+) -> ResumePlan:
+    """Work out what a policy does with a checkpoint and live objects, and check that it can be done.
+
+    Where torch.distributed is in use, call it on all ranks: they agree, or refuse together.
+
+    Args:
+        policy: What comes back.
+        checkpoint: A checkpoint, or what :func:`miles_reset.open_checkpoint` takes.
+        optimizer: The live optimizer, or a wrapper, over weights that were loaded already.
+        scheduler: The live scheduler, just built.
+        model: The live model: its names are used where the optimizer has none.
+        extras: Further live parts by name: what has ``load_state_dict``. ``grad_scaler`` is one.
+        group: The ranks that must agree; all, by default.
+        registry: Where plugins' records are looked up; the installed plugins by default.
+
+    Raises:
+        CheckpointError: The checkpoint, or a part that must come back, is not there or does not fit.
+        PolicyError: The policy names a part or an override that is not there.
+        UnsupportedOptimizerState: The optimizer cannot be made fresh.
+        RankDisagreementError: Ranks do not agree.
+    """
+    where = registry or default_registry()
+    plan: ResumePlan | None = None
+    refused: ResetError | None = None
+    facts: dict[str, Any] = {"policy": policy.digest()}
+    try:
+        found = _opened(policy, checkpoint, where)
+        facts["world size"] = found.world_size
+        plan = _Planner(policy, found, optimizer, scheduler, model, dict(extras or {}), where, group).plan()
+        facts["iteration"] = plan.iteration
+    except ResetError as error:
+        refused = error
+    agree(refused, facts, group=group)
+    assert plan is not None
+    return plan
+
+
+def _opened(policy: ResumePolicy, checkpoint: Any, registry: Registry) -> Checkpoint:
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint
+    if (
+        policy.on_missing == "fresh"
+        and not isinstance(checkpoint, Mapping)
+        and not os.path.lexists(checkpoint)
+    ):
+        return Checkpoint(str(checkpoint), "none", {}, facts={"missing": "there is no checkpoint"})
+    return open_checkpoint(checkpoint, allow=policy.allow, registry=registry)
+
+
+@dataclass
+class _Planner:
+    policy: ResumePolicy
+    checkpoint: Checkpoint
+    optimizer: Any
+    scheduler: Any
+    model: Any
+    extras: dict[str, Any]
+    registry: Registry
+    group: Any
+    notes: list[str] = field(default_factory=list)
+
+    def plan(self) -> ResumePlan:
+        self._check_world()
+        live = {"optimizer": self.optimizer, "scheduler": self.scheduler, **self.extras}
+        if unknown := sorted(set(self.policy.extras) - set(self.extras)):
+            raise PolicyError(
+                unknown[0], f"it is an extra of the policy, and the trainer gives {_named(self.extras)}."
+            )
+        verdicts = {
+            name: self._decide(name, live.get(name)) for name in dict.fromkeys([*PARTS, *self.extras])
+        }
+        if refusals := [f"{name}: {v.reason}" for name, v in verdicts.items() if v.outcome == "refuse"]:
+            first = next(name for name, verdict in verdicts.items() if verdict.outcome == "refuse")
+            detail = self.checkpoint.part(first).detail
+            raise CheckpointError(
+                self.checkpoint.path, first, f"is refused. {'; '.join(refusals)}. {detail}".rstrip()
+            )
+        work = _Work(self, verdicts)
+        rates = work.prepare()
+        lines = tuple(self._line(name, verdict) for name, verdict in verdicts.items())
+        unit = self.policy.iteration_unit or self.checkpoint.iteration_unit
+        return ResumePlan(lines, work.iteration, unit, tuple(rates), tuple(self.notes), work)
+
+    def _check_world(self) -> None:
+        saved = self.checkpoint.world_size
+        now = torch.distributed.get_world_size() if initialized() else None
+        if saved is not None and now is not None and saved != now:
+            problem = f"was saved by {saved} ranks, and this run has {now}."
+            raise CheckpointError(self.checkpoint.path, "", problem)
+
+    def _decide(self, name: str, live: Any) -> Verdict:
+        saved, action = self._saved(name), self.policy.action(name)
+        if self.checkpoint.format == "none" and not isinstance(action, int):
+            return Verdict(
+                "fresh" if live is not None or name == "iteration" else "skip", "there is no checkpoint"
+            )
+        is_live = live is not None or name in ("iteration", "rng")
+        chosen = self.policy.chosen_by(name) != "default"
+        return decide(action, saved.presence, live=is_live, chosen=chosen)
+
+    def _saved(self, name: str) -> Saved:
+        return self.checkpoint.part(name)
+
+    def _line(self, name: str, verdict: Verdict) -> PartLine:
+        saved = self._saved(name)
+        what = saved.where if saved.there else str(saved.presence)
+        action, chosen_by = str(self.policy.action(name)), self.policy.chosen_by(name)
+        return PartLine(name, what, action, chosen_by, verdict.outcome, verdict.reason)
+
+
+@dataclass
+class _Work:
+    """What is done, in its order, and what must be known for it before."""
+
+    planner: _Planner
+    verdicts: Mapping[str, Verdict]
+    iteration: int | None = None
+    fresh: ResetPlan | None = None
+    saved_optimizer: Any = None
+    saved_scheduler: Any = None
+    groups: list[Mapping[str, Any]] | None = None
+    own: list[dict[str, Any]] | None = None
+
+    def prepare(self) -> Sequence[float]:
+        """Check all that may fail, and return the rate of each group after the resume."""
+        planner, optimizer = self.planner, self.planner.optimizer
+        self.iteration = self._iteration()
+        if optimizer is not None:
+            self._prepare_optimizer()
+        rates = self._rehearse() if planner.scheduler is not None else self._rates_without()
+        self._check_overrides()
+        for name in ("rng", *planner.extras):
+            if self._outcome(name) == "restore":
+                planner.checkpoint.read(name)
+        if "lr" in planner.policy.overrides:
+            rates = [float(planner.policy.overrides["lr"])] * len(rates)  # type: ignore[arg-type]
+        return rates
+
+    def _outcome(self, name: str) -> str:
+        verdict = self.verdicts.get(name)
+        return verdict.outcome if verdict is not None else "skip"
+
+    def _iteration(self) -> int | None:
+        action, outcome = self.planner.policy.iteration, self._outcome("iteration")
+        if isinstance(action, int):
+            return action
+        if outcome != "restore":
+            return 0
+        value = self.planner.checkpoint.read("iteration")
+        if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+            problem = f"is {value!r}, and must be a whole number."
+            raise CheckpointError(self.planner.checkpoint.path, "iteration", problem)
+        return value
+
+    def _prepare_optimizer(self) -> None:
+        planner, optimizer, outcome = self.planner, self.planner.optimizer, self._outcome("optimizer")
+        saved = planner.checkpoint.part("optimizer")
+        content = saved.read() if saved.there else None
+        groups = saved_groups(content) if content is not None else []
+        if outcome in ("restore", "reset"):
+            if outcome == "restore" and is_plain(optimizer):
+                content, notes = fitted(self._with_names(optimizer), content, saved.where)
+                planner.notes += notes
+            elif len(groups) != len(_groups_of(optimizer)):
+                problem = f"has {len(groups)} param groups, the live one {len(_groups_of(optimizer))}."
+                raise CheckpointError(saved.where, "optimizer", problem)
+            self.saved_optimizer = content
+        if len(groups) == len(_groups_of(optimizer)) > 0:
+            self.groups = groups
+        elif self._outcome("scheduler") == "restore":
+            planner.notes.append(
+                "no param groups that fit were saved: the rate comes from the scheduler's own state"
+            )
+        if outcome != "restore" or planner.policy.reset.on_resume:
+            self.fresh = plan_reset(optimizer, registry=planner.registry)
+
+    def _with_names(self, optimizer: Any) -> Any:
+        """Return the optimizer, or one like it whose groups have the names that the model gives."""
+        if self.planner.model is None or all("param_names" in group for group in optimizer.param_groups):
+            return optimizer
+        named = getattr(self.planner.model, "named_parameters", None)
+        names = {id(parameter): name for name, parameter in named()} if named else {}
+        groups = []
+        for group in optimizer.param_groups:
+            known = [names.get(id(parameter)) for parameter in group["params"]]
+            groups.append({**group, "param_names": known} if all(known) else group)
+        like = copy.copy(optimizer)
+        like.param_groups, like.state = groups, optimizer.state
+        return like
+
+    def _rates_without(self) -> list[float]:
+        back = self._outcome("optimizer") in ("restore", "reset") and self.groups
+        groups = self.groups if back else _groups_of(self.planner.optimizer)
+        return [float(group["lr"]) for group in groups or () if "lr" in group]
+
+    def _schedule(self) -> Schedule:
+        return Schedule(self.planner.scheduler, self.planner.registry.table(SchedulerRule))
+
+    def _rehearse(self) -> list[float]:
+        planner, schedule = self.planner, self._schedule()
+        self.own = schedule.owned(schedule.groups)
+        if self._outcome("scheduler") != "restore":
+            return [float(group["lr"]) for group in schedule.groups if "lr" in group]
+        saved = planner.checkpoint.part("scheduler")
+        self.saved_scheduler = saved.read()
+        if isinstance(self.saved_scheduler, list) and len(self.saved_scheduler) == 1:
+            self.saved_scheduler = self.saved_scheduler[0]
+        schedule.check(self.saved_scheduler, saved.where)
+        planner.notes += schedule.forgotten(self.saved_scheduler)
+        try:
+            copied = schedule.rehearsal()
+            copied.restore(self.saved_scheduler, self.groups)
+        except ResetError:
+            raise
+        except Exception as error:
+            raise CheckpointError(saved.where, "scheduler", f"cannot be restored: {error!r}.") from error
+        rates = [float(group["lr"]) for group in copied.groups if "lr" in group]
+        floor = getattr(planner.scheduler, "min_lr", getattr(planner.scheduler, "eta_min", None))
+        if isinstance(floor, (int, float)) and rates and max(rates) <= floor:
+            planner.notes.append(f"the learning rate after the resume is at its minimum, {floor}")
+        return rates
+
+    def _check_overrides(self) -> None:
+        planner = self.planner
+        held = {
+            key
+            for group in _groups_of(planner.optimizer)
+            for key in group
+            if key not in ("params", "param_names")
+        }
+        held |= {key for key, value in _attributes(planner.scheduler).items() if _is_setting(value)}
+        for key in planner.policy.overrides:
+            if key not in held:
+                near = get_close_matches(key, sorted(held), n=1)
+                hint = (
+                    f"the nearest is {near[0]!r}"
+                    if near
+                    else f"there are {', '.join(sorted(held)) or 'none'}"
+                )
+                problem = f"override {key!r} is in no param group, and no setting of the scheduler's; {hint}."
+                raise PolicyError("overrides", problem)
+
+    def carry_out(self) -> ResetReport | None:
+        planner, optimizer, outcome = self.planner, self.planner.optimizer, self._outcome("optimizer")
+        agree(self._unreadable(), {"iteration": self.iteration}, group=planner.group)
+        report = None
+        if outcome == "restore":
+            load(optimizer, self.saved_optimizer)
+        elif outcome == "reset":
+            self._put_hyper_parameters()
+        if optimizer is not None and (outcome != "restore" or planner.policy.reset.on_resume):
+            report = plan_reset(optimizer, registry=planner.registry).apply()
+        if optimizer is not None and outcome != "restore":
+            refresh_masters(optimizer, planner.registry)
+        if planner.scheduler is not None:
+            schedule = self._schedule()
+            if self._outcome("scheduler") == "restore":
+                schedule.restore(self.saved_scheduler, self.groups)
+            elif self.own is not None and outcome in ("restore", "reset"):
+                schedule.put(self.own)
+        self._override()
+        for name, live in planner.extras.items():
+            if self._outcome(name) == "restore":
+                live.load_state_dict(copy.deepcopy(planner.checkpoint.read(name)))
+        if self._outcome("rng") == "restore":
+            restore_rng(planner.checkpoint.read("rng"))
+        return report
+
+    def _unreadable(self) -> ResetError | None:
+        """Look once more whether the files are there, before anything is changed."""
+        try:
+            for name, verdict in self.verdicts.items():
+                if verdict.outcome == "restore":
+                    self.planner.checkpoint.read(name)
+        except ResetError as error:
+            return error
+        return None
+
+    def _put_hyper_parameters(self) -> None:
+        clocks = {
+            slot.key for leaf in walk(self.planner.optimizer, self.planner.registry).leaves
+            for slot in leaf.claim.record.at(Place.GROUP)
+        }  # fmt: skip
+        for group, saved in zip(_groups_of(self.planner.optimizer), self.groups or (), strict=False):
+            for key, value in saved.items():
+                if key in ("params", "param_names") or key in clocks:
+                    continue
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].fill_(value)
+                else:
+                    group[key] = copy.deepcopy(value)
+
+    def _override(self) -> None:
+        planner = self.planner
+        for key, given in planner.policy.overrides.items():
+            value = tuple(given) if isinstance(given, list) else given
+            if _is_setting(_attributes(planner.scheduler).get(key)):
+                setattr(planner.scheduler, key, value)
+            for group in _groups_of(planner.optimizer):
+                if key in group:
+                    _set(group, key, value)
+                    if key == "lr" and "initial_lr" in group:
+                        _set(group, "initial_lr", value)
+
+
+def _set(group: Any, key: str, value: Any) -> None:
+    if isinstance(group[key], torch.Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value
+
+
+def _groups_of(optimizer: Any) -> list[Any]:
+    return list(getattr(optimizer, "param_groups", ()))
+
+
+def _attributes(scheduler: Any) -> dict[str, Any]:
+    return {
+        key: value for key, value in getattr(scheduler, "__dict__", {}).items() if not key.startswith("_")
+    }
+
+
+def _is_setting(value: Any) -> bool:
+    return isinstance(value, (int, float, str)) and not isinstance(value, bool)
+
+
+def _named(extras: Mapping[str, Any]) -> str:
+    return ", ".join(map(repr, extras)) or "none"
+
+
+def refresh_masters(optimizer: Any, registry: Registry | None = None) -> int:
+    """Copy the model's weights into the master weights of every wrapper that has some.
+
+    For after weights were loaded without the optimizer: the first step would undo the load.
+
+    Returns:
+        The number of wrappers that did.
+    """
+    where = registry or default_registry()
+    with torch.no_grad():
+        rules = [(node.obj, node.claim.record.refresh_masters) for node in walk(optimizer, where).wrappers]
+        for wrapper, refresh in (pair for pair in rules if pair[1] is not None):
+            refresh(wrapper)
+    return sum(refresh is not None for _, refresh in rules)
+
+
+def restore_rng(state: Any) -> None:
+    """Bring the random number generators of Python, numpy, torch and CUDA to a saved state.
+
+    Megatron, Hugging Face, Lightning and Accelerate save them under their own names; all are known.
+    """
+    if isinstance(state, (list, tuple)) and state and isinstance(state[0], Mapping):
+        state = state[0]
+    names = {
+        str(key).removeprefix("random_").removesuffix("_rng_state").removesuffix("_state"): key
+        for key in state
+    }
+    if (key := names.get("python", names.get("random"))) is not None:
+        version, numbers, gauss = state[key]
+        random.setstate((version, tuple(numbers), gauss))
+    if (key := names.get("numpy", names.get("np"))) is not None:
+        np.random.set_state(state[key])
+    if (key := names.get("cpu", names.get("torch", names.get("torch_manual_seed")))) is not None:
+        torch.set_rng_state(state[key].clone())
+    if (key := names.get("cuda")) is not None and torch.cuda.is_available():
+        cuda = state[key]
+        if isinstance(cuda, (list, tuple)):
+            torch.cuda.set_rng_state_all(list(cuda))
+        else:
+            torch.cuda.set_rng_state(cuda)

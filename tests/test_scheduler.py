@@ -1,0 +1,163 @@
+"""Every scheduler of torch, through each way of resuming: the whole trajectory of what it owns."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler as schedulers
+from torch.optim.swa_utils import SWALR
+
+from miles_reset import CheckpointError, ResumePolicy, plan_resume
+
+SAVED_AT, STEPS = 9, 24
+
+
+def sequential(optimizer: Any, rate: float) -> Any:
+    inner = [schedulers.LinearLR(optimizer, 0.5, total_iters=4), schedulers.ExponentialLR(optimizer, 0.9)]
+    return schedulers.SequentialLR(optimizer, inner, [5])
+
+
+def chained(optimizer: Any, rate: float) -> Any:
+    inner = [schedulers.ConstantLR(optimizer, 0.5, total_iters=12), schedulers.ExponentialLR(optimizer, 0.9)]
+    return schedulers.ChainedScheduler(inner, optimizer)
+
+
+BUILD: dict[str, Callable[[Any, float], Any]] = {
+    "LambdaLR": lambda o, r: schedulers.LambdaLR(o, lambda step: 1 - step / 100),
+    "MultiplicativeLR": lambda o, r: schedulers.MultiplicativeLR(o, lambda step: 0.95),
+    "StepLR": lambda o, r: schedulers.StepLR(o, 5, 0.5),
+    "MultiStepLR": lambda o, r: schedulers.MultiStepLR(o, [4, 12, 13], 0.5),
+    "ConstantLR": lambda o, r: schedulers.ConstantLR(o, 0.25, total_iters=14),
+    "LinearLR": lambda o, r: schedulers.LinearLR(o, 0.25, total_iters=14),
+    "ExponentialLR": lambda o, r: schedulers.ExponentialLR(o, 0.9),
+    "CosineAnnealingLR": lambda o, r: schedulers.CosineAnnealingLR(o, 20, eta_min=1e-3),
+    "CosineAnnealingWarmRestarts": lambda o, r: schedulers.CosineAnnealingWarmRestarts(o, 7, 2),
+    "PolynomialLR": lambda o, r: schedulers.PolynomialLR(o, 18, 2.0),
+    "CyclicLR": lambda o, r: schedulers.CyclicLR(o, r / 10, r, step_size_up=4, mode="exp_range", gamma=0.9),
+    "OneCycleLR": lambda o, r: schedulers.OneCycleLR(o, r, 30),
+    "ReduceLROnPlateau": lambda o, r: schedulers.ReduceLROnPlateau(o, patience=2, factor=0.5),
+    "SequentialLR": sequential,
+    "ChainedScheduler": chained,
+    "SWALR": lambda o, r: SWALR(o, 0.05, anneal_epochs=15),
+}
+OPTIMIZERS: dict[str, Callable[[Any, float], Any]] = {
+    "SGD": lambda groups, rate: torch.optim.SGD(groups, lr=rate, momentum=0.9),
+    "AdamW": lambda groups, rate: torch.optim.AdamW(groups, lr=rate),
+}
+OWNED = ("lr", "momentum", "betas", "weight_decay")
+
+
+class Run:
+    """An optimizer of two groups, and a scheduler."""
+
+    def __init__(self, name: str, kind: str, rate: float) -> None:
+        self.weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+        groups = [{"params": [weight]} for weight in self.weights]
+        self.optimizer = OPTIMIZERS[kind](groups, rate)
+        self.scheduler = BUILD[name](self.optimizer, rate)
+
+    def step(self, steps: int) -> list[Any]:
+        """Step both, and return what the scheduler owned at each step of the optimizer."""
+        seen = []
+        for _ in range(steps):
+            for weight in self.weights:
+                weight.grad = torch.ones(3)
+            seen.append([{key: group.get(key) for key in OWNED} for group in self.optimizer.param_groups])
+            self.optimizer.step()
+            loss = [1.0] if isinstance(self.scheduler, schedulers.ReduceLROnPlateau) else []
+            self.scheduler.step(*loss)
+        return seen
+
+    def saved(self) -> dict[str, Any]:
+        state = {"optimizer": self.optimizer.state_dict(), "scheduler": self.scheduler.state_dict()}
+        return copy.deepcopy({**state, "iteration": SAVED_AT})
+
+
+CASES = [
+    pytest.param(
+        optimizer,
+        scheduler,
+        in_file,
+        id=f"{optimizer}-{scheduler}-{'both' if in_file else 'scheduler alone'} saved",
+    )
+    for optimizer in ("restore", "fresh", "reset")
+    for scheduler in ("restore", "fresh")
+    for in_file in (True, False)
+    if in_file or optimizer == "fresh"
+]
+
+
+@pytest.mark.parametrize(("optimizer", "scheduler", "in_file"), CASES)
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("name", BUILD)
+def test_the_trajectory_after_a_resume_is_the_right_one(
+    name: str, kind: str, optimizer: str, scheduler: str, in_file: bool
+) -> None:
+    run = Run(name, kind, 1.0)
+    run.step(SAVED_AT)
+    saved = run.saved() if in_file else {**run.saved(), "optimizer": None}
+    right = (
+        run.step(STEPS - SAVED_AT) if scheduler == "restore" else Run(name, kind, 0.1).step(STEPS - SAVED_AT)
+    )
+    resumed = Run(name, kind, 0.1)
+    policy = ResumePolicy.from_dict({"optimizer": optimizer, "scheduler": scheduler})
+    plan = plan_resume(policy, saved, optimizer=resumed.optimizer, scheduler=resumed.scheduler)
+    before = copy.deepcopy(resumed.scheduler.state_dict())
+    assert plan.rates == tuple(group["lr"] for group in right[0])
+    assert resumed.scheduler.state_dict() == before, "a plan changes nothing"
+    report = plan.apply()
+    assert plan.apply().to_dict() == report.to_dict(), "twice is once"
+    assert report.iteration == SAVED_AT
+    assert resumed.step(STEPS - SAVED_AT) == right
+    counts = {float(state["step"]) for state in resumed.optimizer.state.values() if "step" in state}
+    assert counts in (set(), {float(STEPS - SAVED_AT * (optimizer != "restore"))})
+
+
+def test_what_a_scheduler_cannot_save_is_said() -> None:
+    run = Run("LambdaLR", "SGD", 1.0)
+    run.step(3)
+    policy = ResumePolicy.from_dict({})
+    plan = plan_resume(policy, run.saved(), optimizer=run.optimizer, scheduler=run.scheduler)
+    assert "LambdaLR cannot save its functions of groups [0, 1]: the live ones go on" in plan.notes
+
+
+def test_a_cycle_that_cannot_be_found_again_is_refused_before_anything_changes() -> None:
+    run = Run("OneCycleLR", "SGD", 1.0)
+    run.step(5)
+    saved = {"scheduler": run.saved()["scheduler"], "iteration": 5}
+    resumed = Run("StepLR", "SGD", 0.1)
+    resumed.scheduler = schedulers.OneCycleLR(resumed.optimizer, 0.1, 30, div_factor=3)
+    before = copy.deepcopy(resumed.optimizer.state_dict())
+    policy = ResumePolicy.from_dict({"optimizer": "fresh"})
+    with pytest.raises(CheckpointError, match="build it with those of the saved run"):
+        plan_resume(policy, saved, optimizer=resumed.optimizer, scheduler=resumed.scheduler)
+    assert resumed.optimizer.state_dict() == before
+
+
+@pytest.mark.parametrize(("saved", "live"), list(pairwise([*BUILD, "LambdaLR"])))
+def test_a_state_of_another_class_is_refused(saved: str, live: str) -> None:
+    run, resumed = Run(saved, "SGD", 1.0), Run(live, "SGD", 1.0)
+    if set(run.scheduler.state_dict()) == set(resumed.scheduler.state_dict()):
+        pytest.skip("their states have the same keys")
+    with pytest.raises(CheckpointError, match=r"not of the live scheduler's class|holds 2 schedulers"):
+        plan_resume(
+            ResumePolicy(optimizer="fresh"),
+            run.saved(),
+            optimizer=resumed.optimizer,
+            scheduler=resumed.scheduler,
+        )
+
+
+def test_a_state_about_other_groups_is_refused() -> None:
+    run, resumed = Run("StepLR", "SGD", 1.0), Run("StepLR", "SGD", 1.0)
+    saved = run.saved()
+    saved["scheduler"]["base_lrs"] = [1.0]
+    with pytest.raises(CheckpointError, match="about other param groups: base_lrs has 1, the live one 2"):
+        plan_resume(
+            ResumePolicy(optimizer="fresh"), saved, optimizer=resumed.optimizer, scheduler=resumed.scheduler
+        )
