@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from miles_reset.agree import agree
 from miles_reset.aliasing import in_memory_order
 from miles_reset.discovery import default_registry
 from miles_reset.draft import Draft
-from miles_reset.errors import UnreachableStateError
+from miles_reset.errors import ResetError, UnreachableStateError
 from miles_reset.plan import plan_tree
 from miles_reset.registry import Registry
 from miles_reset.report import Account, ResetReport
@@ -92,7 +93,7 @@ def plan_reset(optimizer: object, *, strict: bool = True, registry: Registry | N
 
 
 def reset_optimizer_states(
-    optimizer: object, *, strict: bool = True, registry: Registry | None = None
+    optimizer: object, *, strict: bool = True, registry: Registry | None = None, group: Any = None
 ) -> ResetReport:
     """Bring every optimizer below, in place, to what a freshly built one would do next.
 
@@ -104,14 +105,27 @@ def reset_optimizer_states(
         optimizer: See :func:`plan_reset`.
         strict: See :func:`plan_reset`.
         registry: See :func:`plan_reset`.
+        group: A process group of torch.distributed, such as ``torch.distributed.group.WORLD``: its
+            ranks reset together, or none of them. By default each rank is on its own, and one that
+            refuses leaves the others in their next collective.
 
     Returns:
         What was reset and what was left alone. One line of it is logged, on rank 0.
 
     Raises:
         UnsupportedOptimizerState: See :func:`plan_reset`.
+        RankDisagreementError: A rank of ``group`` refuses, or does not answer.
     """
-    return plan_reset(optimizer, strict=strict, registry=registry)._execute()
+    if group is None:
+        return plan_reset(optimizer, strict=strict, registry=registry)._execute()
+    plan, refused = None, None
+    try:
+        plan = plan_reset(optimizer, strict=strict, registry=registry)
+    except ResetError as error:
+        refused = error
+    agree(refused, group=group)
+    assert plan is not None
+    return plan._execute()
 
 
 def _moved(planned: Draft, now: Draft) -> tuple[Node, Any] | None:

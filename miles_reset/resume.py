@@ -12,13 +12,13 @@ import os
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from miles_reset.agree import agree, initialized
+from miles_reset.agree import TIMEOUT, agree, initialized
 from miles_reset.checkpoint.opening import open_checkpoint
 from miles_reset.checkpoint.saved import Checkpoint, Saved
 from miles_reset.discovery import default_registry
@@ -28,7 +28,7 @@ from miles_reset.policy import PARTS, ResumePolicy, Verdict, decide
 from miles_reset.registry import Registry
 from miles_reset.report import ResetReport
 from miles_reset.reset import ResetPlan, plan_reset
-from miles_reset.scheduler import Schedule, SchedulerRule
+from miles_reset.scheduler import Schedule, SchedulerRule, override
 from miles_reset.schema import Place
 from miles_reset.walk import walk
 
@@ -147,6 +147,7 @@ def plan_resume(
     model: Any = None,
     extras: Mapping[str, Any] | None = None,
     group: Any = None,
+    timeout: timedelta = TIMEOUT,
     registry: Registry | None = None,
 ) -> ResumePlan:
     """Work out what a policy does with a checkpoint and live objects, and check that it can be done.
@@ -161,6 +162,7 @@ def plan_resume(
         model: The live model: its names are used where the optimizer has none.
         extras: Further live parts by name: what has ``load_state_dict``. ``grad_scaler`` is one.
         group: The ranks that must agree; all, by default.
+        timeout: How long ranks wait for each other.
         registry: Where plugins' records are looked up; the installed plugins by default.
 
     Raises:
@@ -176,11 +178,13 @@ def plan_resume(
     try:
         found = _opened(policy, checkpoint, where)
         facts["world size"] = found.world_size
-        plan = _Planner(policy, found, optimizer, scheduler, model, dict(extras or {}), where, group).plan()
+        plan = _Planner(
+            policy, found, optimizer, scheduler, model, dict(extras or {}), where, group, timeout
+        ).plan()
         facts["iteration"] = plan.iteration
     except ResetError as error:
         refused = error
-    agree(refused, facts, group=group)
+    agree(refused, facts, group=group, timeout=timeout)
     assert plan is not None
     return plan
 
@@ -207,6 +211,7 @@ class _Planner:
     extras: dict[str, Any]
     registry: Registry
     group: Any
+    timeout: timedelta
     notes: list[str] = field(default_factory=list)
 
     def plan(self) -> ResumePlan:
@@ -278,12 +283,9 @@ class _Work:
         if optimizer is not None:
             self._prepare_optimizer()
         rates = self._rehearse() if planner.scheduler is not None else self._rates_without()
-        self._check_overrides()
         for name in ("rng", *planner.extras):
             if self._outcome(name) == "restore":
                 planner.checkpoint.read(name)
-        if "lr" in planner.policy.overrides:
-            rates = [float(planner.policy.overrides["lr"])] * len(rates)  # type: ignore[arg-type]
         return rates
 
     def _outcome(self, name: str) -> str:
@@ -340,59 +342,44 @@ class _Work:
 
     def _rates_without(self) -> list[float]:
         back = self._outcome("optimizer") in ("restore", "reset") and self.groups
-        groups = self.groups if back else _groups_of(self.planner.optimizer)
-        return [float(group["lr"]) for group in groups or () if "lr" in group]
+        groups = [
+            dict(group) for group in (self.groups if back else None) or _groups_of(self.planner.optimizer)
+        ]
+        override(self.planner.policy.overrides, groups, None)
+        return [float(group["lr"]) for group in groups if "lr" in group]
 
     def _schedule(self) -> Schedule:
         return Schedule(self.planner.scheduler, self.planner.registry.table(SchedulerRule))
 
     def _rehearse(self) -> list[float]:
+        """Try on copies what may fail, and return the rates that come out."""
         planner, schedule = self.planner, self._schedule()
         self.own = schedule.owned(schedule.groups)
-        if self._outcome("scheduler") != "restore":
-            return [float(group["lr"]) for group in schedule.groups if "lr" in group]
         saved = planner.checkpoint.part("scheduler")
-        self.saved_scheduler = saved.read()
-        if isinstance(self.saved_scheduler, list) and len(self.saved_scheduler) == 1:
-            self.saved_scheduler = self.saved_scheduler[0]
-        schedule.check(self.saved_scheduler, saved.where)
-        planner.notes += schedule.forgotten(self.saved_scheduler)
+        copied = schedule.rehearsal()
+        if self._outcome("scheduler") == "restore":
+            self.saved_scheduler = saved.read()
+            if isinstance(self.saved_scheduler, list) and len(self.saved_scheduler) == 1:
+                self.saved_scheduler = self.saved_scheduler[0]
+            schedule.check(self.saved_scheduler, saved.where)
+            planner.notes += schedule.forgotten(self.saved_scheduler)
+            try:
+                copied.restore(self.saved_scheduler, self.groups)
+            except Exception as error:
+                raise CheckpointError(saved.where, "scheduler", f"cannot be restored: {error!r}.") from error
         try:
-            copied = schedule.rehearsal()
-            copied.restore(self.saved_scheduler, self.groups)
-        except ResetError:
-            raise
-        except Exception as error:
-            raise CheckpointError(saved.where, "scheduler", f"cannot be restored: {error!r}.") from error
+            override(planner.policy.overrides, copied.groups, copied)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise PolicyError("overrides", f"they cannot be applied: {error!r}.") from error
         rates = [float(group["lr"]) for group in copied.groups if "lr" in group]
         floor = getattr(planner.scheduler, "min_lr", getattr(planner.scheduler, "eta_min", None))
         if isinstance(floor, (int, float)) and rates and max(rates) <= floor:
             planner.notes.append(f"the learning rate after the resume is at its minimum, {floor}")
         return rates
 
-    def _check_overrides(self) -> None:
-        planner = self.planner
-        held = {
-            key
-            for group in _groups_of(planner.optimizer)
-            for key in group
-            if key not in ("params", "param_names")
-        }
-        held |= {key for key, value in _attributes(planner.scheduler).items() if _is_setting(value)}
-        for key in planner.policy.overrides:
-            if key not in held:
-                near = get_close_matches(key, sorted(held), n=1)
-                hint = (
-                    f"the nearest is {near[0]!r}"
-                    if near
-                    else f"there are {', '.join(sorted(held)) or 'none'}"
-                )
-                problem = f"override {key!r} is in no param group, and no setting of the scheduler's; {hint}."
-                raise PolicyError("overrides", problem)
-
     def carry_out(self) -> ResetReport | None:
         planner, optimizer, outcome = self.planner, self.planner.optimizer, self._outcome("optimizer")
-        agree(self._unreadable(), {"iteration": self.iteration}, group=planner.group)
+        agree(self._unreadable(), {"iteration": self.iteration}, group=planner.group, timeout=planner.timeout)
         report = None
         if outcome == "restore":
             load(optimizer, self.saved_optimizer)
@@ -408,7 +395,11 @@ class _Work:
                 schedule.restore(self.saved_scheduler, self.groups)
             elif self.own is not None and outcome in ("restore", "reset"):
                 schedule.put(self.own)
-        self._override()
+        override(
+            planner.policy.overrides,
+            _groups_of(optimizer) or (self._schedule().groups if planner.scheduler is not None else []),
+            self._schedule() if planner.scheduler is not None else None,
+        )
         for name, live in planner.extras.items():
             if self._outcome(name) == "restore":
                 live.load_state_dict(copy.deepcopy(planner.checkpoint.read(name)))
@@ -440,38 +431,9 @@ class _Work:
                 else:
                     group[key] = copy.deepcopy(value)
 
-    def _override(self) -> None:
-        planner = self.planner
-        for key, given in planner.policy.overrides.items():
-            value = tuple(given) if isinstance(given, list) else given
-            if _is_setting(_attributes(planner.scheduler).get(key)):
-                setattr(planner.scheduler, key, value)
-            for group in _groups_of(planner.optimizer):
-                if key in group:
-                    _set(group, key, value)
-                    if key == "lr" and "initial_lr" in group:
-                        _set(group, "initial_lr", value)
-
-
-def _set(group: Any, key: str, value: Any) -> None:
-    if isinstance(group[key], torch.Tensor):
-        group[key].fill_(value)
-    else:
-        group[key] = value
-
 
 def _groups_of(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "param_groups", ()))
-
-
-def _attributes(scheduler: Any) -> dict[str, Any]:
-    return {
-        key: value for key, value in getattr(scheduler, "__dict__", {}).items() if not key.startswith("_")
-    }
-
-
-def _is_setting(value: Any) -> bool:
-    return isinstance(value, (int, float, str)) and not isinstance(value, bool)
 
 
 def _named(extras: Mapping[str, Any]) -> str:

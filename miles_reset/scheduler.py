@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from miles_reset.errors import CheckpointError
+from miles_reset.errors import CheckpointError, PolicyError
 
 Group = MutableMapping[str, Any]
 
@@ -26,6 +27,8 @@ class SchedulerRule:
         restore: ``restore(scheduler, state)`` brings it to a saved state; ``load_state_dict`` by default.
         settle: ``settle(scheduler)`` writes what it owns into the groups, from its own state: for where
             no groups were saved.
+        rebase: ``rebase(scheduler, rate)`` makes its schedule one that starts from another rate, and writes
+            the rate that it would have now; None if ``lr`` cannot be overridden under it.
         forgets: ``forgets(scheduler, state)`` returns what the state lacks, and the live one gives.
         override: Whether it takes the place of another plugin's rule for the class.
     """
@@ -34,6 +37,7 @@ class SchedulerRule:
     owns: Sequence[str] | Callable[[Any], Sequence[str]] = ("lr", "initial_lr")
     restore: Callable[[Any, Any], None] | None = None
     settle: Callable[[Any], None] | None = None
+    rebase: Callable[[Any, float], None] | None = None
     forgets: Callable[[Any, Any], Sequence[str]] | None = None
     override: bool = False
 
@@ -114,6 +118,35 @@ class Schedule:
                 if (settle := rule_of(one, self.rules).settle) is not None:
                     settle(one)
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The numbers and words that it was built with."""
+        held = getattr(self.scheduler, "__dict__", {})
+        counts = ("last_epoch", "num_bad_epochs", "best", "cooldown_counter", "T_cur", "num_steps")
+        return {
+            key: value
+            for key, value in held.items()
+            if type(value) in (int, float, str) and not key.startswith("_") and key not in counts
+        }
+
+    def rebase(self, rate: float) -> None:
+        """Make it a schedule that starts from another rate.
+
+        Raises:
+            PolicyError: It takes its rates from settings of its own.
+        """
+        rebase = rule_of(self.scheduler, self.rules).rebase
+        if rebase is None:
+            name, known = type(self.scheduler).__name__, ", ".join(sorted(self.settings))
+            raise PolicyError("overrides", f"'lr' is not what {name} starts from; its settings are {known}.")
+        rebase(self.scheduler, rate)
+
+    def refresh(self) -> None:
+        """Write what it owns anew, after its settings were changed."""
+        step = getattr(self.scheduler, "step", None)
+        if step is not None and hasattr(self.scheduler, "num_steps"):
+            step(increment=0)
+
     def check(self, state: Any, where: str) -> None:
         """Refuse a saved state that is not one of this scheduler's.
 
@@ -144,6 +177,40 @@ class Schedule:
         ]
         stand_in = SimpleNamespace(param_groups=groups, step=None, defaults=getattr(live, "defaults", {}))
         return Schedule(copy.deepcopy(self.scheduler, {id(live): stand_in}), self.rules)
+
+
+def override(values: Mapping[str, Any], groups: Sequence[Group], schedule: Schedule | None) -> None:
+    """Write values into the groups that have them, and into the settings of a scheduler.
+
+    ``lr`` is the rate that a schedule starts from, so that it goes on from the rate that it would have now.
+
+    Raises:
+        PolicyError: A value is in no group and no setting, or its scheduler would overwrite it.
+    """
+    settings = schedule.settings if schedule is not None else {}
+    held = {key for group in groups for key in group} - {"params", "param_names"} | settings.keys()
+    for key, given in values.items():
+        value: Any = tuple(given) if isinstance(given, list) else given
+        if key not in held:
+            near = get_close_matches(key, sorted(held), n=1)
+            hint = f"the nearest is {near[0]!r}" if near else f"there are {', '.join(sorted(held)) or 'none'}"
+            raise PolicyError(
+                "overrides", f"{key!r} is in no param group and no setting of a scheduler; {hint}."
+            )
+        if key == "lr" and schedule is not None:
+            schedule.rebase(value)
+            continue
+        if schedule is not None and key in schedule.owns and key not in settings:
+            name, known = type(schedule.scheduler).__name__, ", ".join(sorted(settings))
+            problem = f"{key!r} is set anew by {name} at each step; its settings are {known}."
+            raise PolicyError("overrides", problem)
+        if key in settings:
+            setattr(schedule.scheduler, key, value)  # type: ignore[union-attr]  # who has settings is there
+        for group in groups:
+            if key in group:
+                _put(group, key, value)
+    if schedule is not None and settings.keys() & values.keys():
+        schedule.refresh()
 
 
 def _optimizer_of(scheduler: Any) -> Any:

@@ -1,0 +1,542 @@
+"""A policy carried out: what comes back, what is refused, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from miles_reset import (
+    CheckpointError,
+    PolicyError,
+    ResetError,
+    ResumePolicy,
+    UndeclaredStateError,
+    UnsafeCheckpointError,
+    open_checkpoint,
+    plan_resume,
+)
+from miles_reset.testing import same_bits
+
+
+def adam(
+    count: int = 2, rate: float = 0.1, steps: int = 0, dtype: torch.dtype = torch.float32, **more: Any
+) -> Any:
+    weights = [torch.nn.Parameter(torch.full((3,), i + 1.0, dtype=dtype)) for i in range(count)]
+    named = more.pop("names", None)
+    optimizer = torch.optim.Adam(
+        list(zip(named, weights, strict=True)) if named else weights, lr=rate, **more
+    )
+    return step(optimizer, steps)
+
+
+def step(optimizer: Any, steps: int = 1) -> Any:
+    for _ in range(steps):
+        for group in optimizer.param_groups:
+            for i, weight in enumerate(group["params"]):
+                weight.grad = torch.full_like(weight, i + 1.0)
+        optimizer.step()
+    return optimizer
+
+
+def alike(one: Any, two: Any) -> bool:
+    """Say whether nested values are equal, tensors to the bit."""
+    if isinstance(one, torch.Tensor):
+        return one.dtype == two.dtype and same_bits(one, two)
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(alike(one[key], two[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(two) and all(map(alike, one, two))
+    return bool(one == two)
+
+
+def policy(**choices: Any) -> ResumePolicy:
+    return ResumePolicy.from_dict({"scheduler": "fresh", "iteration": "restore-if-present", **choices})
+
+
+def refused(
+    match: str, saved: Any, live: Any, kind: type[ResetError] = CheckpointError, /, **choices: Any
+) -> str:
+    """Return what is said where a plan is refused, once it is seen that nothing has changed."""
+    before, address = copy.deepcopy(live.state_dict()), id(live.state)
+    with pytest.raises(kind, match=match) as caught:
+        plan_resume(policy(**choices), saved, optimizer=live)
+    assert alike(live.state_dict(), before)
+    assert id(live.state) == address
+    return str(caught.value)
+
+
+# The optimizer
+
+
+def test_what_was_saved_comes_back_to_the_bit() -> None:
+    run = adam(steps=3)
+    resumed = adam(rate=0.7)
+    for weight, there in zip(resumed.param_groups[0]["params"], run.param_groups[0]["params"], strict=True):
+        weight.data.copy_(there.data)
+    plan_resume(policy(), {"optimizer": run.state_dict()}, optimizer=resumed).apply()
+    for one in (run, resumed):
+        step(one, 4)
+    assert alike(run.state_dict(), resumed.state_dict())
+    assert alike(run.param_groups[0]["params"], resumed.param_groups[0]["params"])
+
+
+SEED_CASE = [
+    ("state", "restore", "restore", 3),
+    ("state", "fresh", "fresh", 0),
+    ("state", "reset", "reset", 0),
+    ("null", "restore-if-present", "fresh", 0),
+    ("null", "fresh", "fresh", 0),
+    ("null", "restore", None, 0),
+    ("null", "reset", None, 0),
+    ("absent", "restore-if-present", "fresh", 0),
+    ("absent", "restore", None, 0),
+]
+
+
+@pytest.mark.parametrize(("saved", "action", "outcome", "steps"), SEED_CASE)
+@pytest.mark.parametrize(("iteration", "count"), [(7, 800), (41, 12), (None, 5)])
+def test_an_optimizer_that_was_not_saved(
+    saved: str, action: str, outcome: str | None, steps: int, iteration: int | None, count: int
+) -> None:
+    entry = {"state": adam(steps=3).state_dict(), "null": None}
+    state = {"iteration": iteration, "scheduler": {"last_epoch": count}}
+    state |= {"optimizer": entry[saved]} if saved in entry else {}
+    live = adam(steps=2)
+    if outcome is None:
+        said = refused(
+            "null in the file" if saved == "null" else "no such key", state, live, optimizer=action
+        )
+        assert f"the policy says {action}" in said
+        return
+    report = plan_resume(policy(optimizer=action), state, optimizer=live).apply()
+    line = next(line for line in report.parts if line.part == "optimizer")
+    assert (line.outcome, line.action, line.chosen_by) == (outcome, action, "policy")
+    assert report.iteration == (iteration or 0)
+    assert {int(entry["step"]) for entry in live.state.values()} == {steps}
+
+
+def test_a_reset_takes_hyper_parameters_from_the_file_and_no_history() -> None:
+    run = adam(steps=5, rate=0.25, weight_decay=0.3, amsgrad=True)
+    resumed = adam(rate=0.1, steps=2)
+    report = plan_resume(
+        policy(optimizer="reset"), {"optimizer": run.state_dict()}, optimizer=resumed
+    ).apply()
+    assert resumed.param_groups[0]["lr"] == 0.25
+    assert resumed.param_groups[0]["weight_decay"] == 0.3
+    assert not any(value.any() for entry in resumed.state.values() for value in entry.values())
+    assert report.reset is not None
+    assert report.reset.changed == 6
+
+
+def test_parameters_are_matched_by_name() -> None:
+    run = adam(names=["w1", "w2"], steps=1)
+    resumed = adam(names=["w2", "w1"])
+    plan_resume(policy(), {"optimizer": run.state_dict()}, optimizer=resumed).apply()
+    first, second = run.param_groups[0]["params"]
+    now_second, now_first = resumed.param_groups[0]["params"]
+    assert alike(resumed.state[now_first], run.state[first])
+    assert alike(resumed.state[now_second], run.state[second])
+    assert resumed.param_groups[0]["param_names"] == ["w2", "w1"]
+
+
+def test_the_model_gives_the_names_that_the_live_optimizer_lacks() -> None:
+    model = torch.nn.ParameterDict(
+        {"b": torch.nn.Parameter(torch.ones(3)), "a": torch.nn.Parameter(torch.ones(3))}
+    )
+    run = adam(names=["a", "b"], steps=1)
+    resumed = torch.optim.Adam([model["b"], model["a"]])
+    plan_resume(policy(), {"optimizer": run.state_dict()}, optimizer=resumed, model=model).apply()
+    first = run.state[run.param_groups[0]["params"][0]]
+    assert same_bits(resumed.state[model["a"]]["exp_avg"], first["exp_avg"])
+
+
+def test_names_that_do_not_fit_are_named() -> None:
+    run = adam(names=["w1", "w2"], steps=1)
+    said = refused("does not fit group 0", {"optimizer": run.state_dict()}, adam(names=["w1", "w3"]))
+    assert "missing are ['w3'], too many are ['w2']" in said
+
+
+WRONG = {
+    "has 1 parameters in group 0, the live one 2": lambda: adam(1, steps=1).state_dict(),
+    "has 2 param groups, the live one 1": lambda: {
+        **(saved := adam(steps=1).state_dict()),
+        "param_groups": saved["param_groups"] * 2,
+    },
+    "lacks 'exp_avg_sq' of parameter 1": lambda: without("exp_avg_sq"),
+    "lacks 'step' of parameter 1": lambda: without("step"),
+    r"has 'exp_avg' of shape \(4,\) for parameter 0, whose is \(3,\)": lambda: reshaped(),
+    "has a list as the state of parameter 0": lambda: {**adam(steps=1).state_dict(), "state": {0: []}},
+    "has state of parameters that no group lists": lambda: {**adam(steps=1).state_dict(), "state": {9: {}}},
+    "is no optimizer's state": lambda: {"state": {}},
+    "is no optimizer's state: 'state' or": lambda: {"state": [], "param_groups": {}},
+    "has no list of params in group 0": lambda: {"state": {}, "param_groups": [{"params": 3}]},
+}
+
+
+def without(key: str) -> dict[str, Any]:
+    saved = adam(steps=1).state_dict()
+    del saved["state"][1][key]
+    return saved
+
+
+def reshaped() -> dict[str, Any]:
+    saved = adam(steps=1).state_dict()
+    saved["state"][0]["exp_avg"] = torch.ones(4)
+    return saved
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_a_state_that_does_not_fit_is_refused_before_anything_changes(said: str) -> None:
+    refused(said, {"optimizer": WRONG[said]()}, adam(steps=2))
+
+
+def test_state_that_was_never_made_is_accepted() -> None:
+    run = adam()
+    run.param_groups[0]["params"][0].grad = torch.ones(3)
+    run.step()
+    resumed = adam()
+    plan_resume(policy(), {"optimizer": run.state_dict()}, optimizer=resumed).apply()
+    assert len(resumed.state) == 1
+
+
+def test_an_entry_that_groups_lack_stays_as_it_is_and_is_said() -> None:
+    saved = adam(steps=1, betas=(0.5, 0.6)).state_dict()
+    del saved["param_groups"][0]["betas"]
+    resumed = adam(betas=(0.7, 0.8))
+    plan = plan_resume(policy(), {"optimizer": saved}, optimizer=resumed)
+    assert plan.notes == ("group 0 lacks betas: the live values stay",)
+    plan.apply()
+    assert resumed.param_groups[0]["betas"] == (0.7, 0.8)
+
+
+def test_moments_keep_the_dtype_in_which_they_were_saved() -> None:
+    saved = adam(1, dtype=torch.bfloat16, steps=1).state_dict()
+    moments = torch.tensor([1.001, 2.003, 3.0])
+    saved["state"][0] |= {"exp_avg": moments, "exp_avg_sq": moments + 1}
+    resumed = adam(1, dtype=torch.bfloat16)
+    plan_resume(policy(), {"optimizer": saved}, optimizer=resumed).apply()
+    (entry,) = resumed.state.values()
+    assert entry["exp_avg"].dtype is torch.float32
+    assert same_bits(entry["exp_avg"], moments)
+    assert entry["exp_avg"].data_ptr() != moments.data_ptr()
+
+
+def test_what_was_loaded_is_no_alias_of_what_is_kept() -> None:
+    saved = {"optimizer": adam(steps=2).state_dict()}
+    kept = copy.deepcopy(saved)
+    resumed = adam()
+    plan = plan_resume(policy(), saved, optimizer=resumed)
+    plan.apply()
+    step(resumed, 2)
+    plan_resume(policy(optimizer="fresh"), saved, optimizer=resumed).apply()
+    assert alike(saved, kept)
+    plan.apply()
+    assert {int(entry["step"]) for entry in resumed.state.values()} == {2}
+
+
+def test_an_optimizer_that_cannot_be_made_fresh_is_refused_in_the_plan() -> None:
+    live = adam(steps=1)
+    next(iter(live.state.values()))["unheard of"] = torch.ones(1)
+    refused("unheard of", {"iteration": 3}, live, UndeclaredStateError, optimizer="fresh")
+
+
+# Other parts
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [(-1, "is -1"), ("7", "is '7'"), (True, "is True"), (7.5, "is 7.5"), ([7], r"is \[7\]")],
+)
+def test_an_iteration_that_is_no_count_is_refused(saved: Any, said: str) -> None:
+    refused(said, {"iteration": saved, "optimizer": None}, adam(), optimizer="fresh")
+
+
+@pytest.mark.parametrize(("action", "iteration"), [("restore", 7), ("fresh", 0), (12, 12), (0, 0)])
+def test_the_iteration_is_restored_fresh_or_set(action: Any, iteration: int) -> None:
+    chosen = policy(optimizer="fresh", iteration=action, iteration_unit="rollout")
+    plan = plan_resume(chosen, {"iteration": 7}, optimizer=adam())
+    assert (plan.iteration, plan.unit) == (iteration, "rollout")
+    assert f"iteration rollout {iteration}," in str(plan)
+
+
+class Counter:
+    """A part of a trainer's own."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize(
+    ("action", "count"), [("restore", 5), ("restore-if-present", 5), ("fresh", 1), (None, 5)]
+)
+def test_extras_are_parts_too(action: str | None, count: int) -> None:
+    live = Counter(1)
+    chosen = policy(optimizer="fresh", **({"extras": {"dataloader": action}} if action else {}))
+    saved = {"iteration": 1, "dataloader": Counter(5).state_dict()}
+    plan_resume(chosen, saved, optimizer=adam(), extras={"dataloader": live}).apply()
+    assert live.count == count
+
+
+def test_an_extra_that_the_trainer_does_not_give_is_refused() -> None:
+    said = refused("dataloader", {}, adam(), PolicyError, optimizer="fresh", extras={"dataloader": "fresh"})
+    assert "the trainer gives none" in said
+
+
+def test_a_grad_scaler_comes_back() -> None:
+    run, live = (torch.amp.GradScaler("cpu", init_scale=scale) for scale in (256.0, 65536.0))
+    saved = {"iteration": 1, "scaler": run.state_dict()}
+    plan_resume(policy(optimizer="fresh"), saved, optimizer=adam(), extras={"grad_scaler": live}).apply()
+    assert live.get_scale() == 256.0
+
+
+def test_random_numbers_go_on_where_they_were(repeatable: None) -> None:
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    right = random.random(), np.random.rand(), torch.rand(1)
+    plan_resume(policy(optimizer="fresh"), {"rng": state}, optimizer=adam()).apply()
+    assert (random.random(), np.random.rand(), torch.rand(1)) == right
+
+
+# Overrides
+
+
+def test_overrides_come_last() -> None:
+    run, resumed = adam(steps=2, rate=0.5), adam(rate=0.1)
+    chosen = policy(overrides={"lr": 0.3, "weight_decay": 0.2, "betas": [0.8, 0.9]})
+    plan = plan_resume(chosen, {"optimizer": run.state_dict()}, optimizer=resumed)
+    assert plan.rates == (0.3,)
+    plan.apply()
+    group = resumed.param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.3, 0.2, (0.8, 0.9))
+
+
+def test_an_override_that_is_nowhere_is_refused_with_the_nearest() -> None:
+    said = refused(
+        "overrides", {"optimizer": adam().state_dict()}, adam(), PolicyError, overrides={"weight_decy": 1}
+    )
+    assert (
+        "'weight_decy' is in no param group and no setting of a scheduler; the nearest is 'weight_decay'"
+        in said
+    )
+
+
+def test_an_overridden_rate_is_the_one_that_the_schedule_starts_from() -> None:
+    def built(rate: float) -> tuple[Any, Any]:
+        optimizer = adam(rate=rate)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
+
+    def rates(optimizer: Any, scheduler: Any, steps: int) -> list[float]:
+        seen = []
+        for _ in range(steps):
+            seen.append(optimizer.param_groups[0]["lr"])
+            step(optimizer)
+            scheduler.step()
+        return seen
+
+    run, right, resumed = built(1.0), built(0.5), built(0.1)
+    rates(*run, 10)
+    saved = copy.deepcopy(
+        {"optimizer": run[0].state_dict(), "scheduler": run[1].state_dict(), "iteration": 10}
+    )
+    chosen = ResumePolicy.from_dict({"iteration": 10, "overrides": {"lr": 0.5}})
+    plan = plan_resume(chosen, saved, optimizer=resumed[0], scheduler=resumed[1])
+    assert plan.rates == (0.45,)
+    plan.apply()
+    assert rates(*resumed, 10) == rates(*right, 20)[10:]
+
+
+def test_a_rate_that_a_scheduler_would_overwrite_is_refused() -> None:
+    optimizer = adam()
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, 30)
+    chosen = ResumePolicy.from_dict({"optimizer": "fresh", "scheduler": "fresh", "overrides": {"lr": 0.5}})
+    with pytest.raises(PolicyError, match="'lr' is not what OneCycleLR starts from"):
+        plan_resume(chosen, {"iteration": 1}, optimizer=optimizer, scheduler=scheduler)
+
+
+# Files
+
+
+def file_of(folder: Path, **more: Any) -> Path:
+    path = folder / "state.pt"
+    torch.save({"optimizer": adam(steps=2).state_dict(), "iteration": 4, **more}, path)
+    return path
+
+
+def test_a_file_is_read_part_by_part(tmp_path: Path) -> None:
+    path = file_of(tmp_path, scheduler=None)
+    found = open_checkpoint(path)
+    there = {name: str(saved.presence) for name, saved in found.parts.items()}
+    assert there["optimizer"] == there["iteration"] == "present"
+    assert there["scheduler"] == "null in the file"
+    assert there["rng"] == "no such key in the file"
+    assert found.read("iteration") == 4
+    assert found.to_dict()["parts"]["optimizer"]["bytes"] == 2 * (12 + 12 + 4)
+    with pytest.raises(CheckpointError, match=r"scheduler of .* is not there: null in the file"):
+        found.read("scheduler")
+
+
+class Hostile:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.folder,)
+
+
+@pytest.mark.parametrize("where", ["optimizer", "iteration", "unheard of"])
+@pytest.mark.parametrize("action", ["restore", "fresh"])
+def test_nothing_in_a_hostile_file_runs(where: str, action: str, tmp_path: Path) -> None:
+    made = tmp_path / "made"
+    path = file_of(tmp_path, **{where: Hostile(str(made))})
+    said = refused("posix.mkdir", path, adam(), UnsafeCheckpointError, optimizer=action)
+    assert 'put allow = ["posix.mkdir"] into the policy' in said
+    (tmp_path / "plain.pt").write_bytes(pickle.dumps(Hostile(str(made))))
+    refused("torn, or no file of torch's", tmp_path / "plain.pt", adam())
+    assert not made.exists()
+
+
+def test_what_a_policy_allows_is_unpickled(tmp_path: Path) -> None:
+    import argparse
+
+    path = file_of(tmp_path, args=argparse.Namespace(lr=1))
+    refused("argparse.Namespace", path, adam(), UnsafeCheckpointError)
+    plan_resume(policy(allow=["argparse.Namespace"]), path, optimizer=adam()).apply()
+
+
+TRUNCATIONS = [i / 20 for i in range(20)]
+
+
+@pytest.mark.parametrize("kept", TRUNCATIONS)
+def test_a_truncated_file_is_refused(kept: float, tmp_path: Path) -> None:
+    path = file_of(tmp_path)
+    whole = path.read_bytes()
+    path.write_bytes(whole[: int(len(whole) * kept)])
+    said = refused("is empty" if not kept else "is torn", path, adam(steps=1))
+    assert str(path) in said
+
+
+def test_a_flipped_bit_never_becomes_a_fresh_start(tmp_path: Path) -> None:
+    path = file_of(tmp_path)
+    whole, right = path.read_bytes(), adam(steps=2)
+    for at in range(0, len(whole) * 8, len(whole) * 8 // 200):
+        flipped = bytearray(whole)
+        flipped[at // 8] ^= 1 << at % 8
+        path.write_bytes(flipped)
+        live = adam()
+        try:
+            report = plan_resume(policy(), path, optimizer=live).apply()
+        except ResetError as error:
+            assert str(path) in str(error) or "optimizer" in str(error)  # noqa: PT017
+            assert not live.state
+        else:  # in the bytes of a tensor, or between parts
+            assert next(line.outcome for line in report.parts if line.part == "optimizer") == "restore"
+            assert len(live.state) == len(right.state)
+
+
+def test_paths_that_are_none(tmp_path: Path) -> None:
+    refused("cannot be opened: No such file", tmp_path / "none", adam())
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    refused("cannot be opened: (Too many levels|Symlink loop)", tmp_path / "loop", adam())
+    (tmp_path / "empty").mkdir()
+    refused("is an empty folder", tmp_path / "empty", adam())
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").touch()
+    refused("is of no format that a plugin reads", tmp_path / "other", adam())
+    (tmp_path / "secret.pt").touch(mode=0)
+    if os.geteuid():
+        refused("cannot be read: Permission denied", tmp_path / "secret.pt", adam())
+
+
+@pytest.mark.parametrize("content", [[1, 2], 7, torch.ones(3), "text"])
+def test_a_file_of_something_else_is_refused(content: Any, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "other.pt")
+    refused("not a mapping", tmp_path / "other.pt", adam())
+
+
+@pytest.mark.parametrize("junk", [1, "text", [], (1,), torch.ones(2), {"state": 1, "param_groups": 2}, b"x"])
+@pytest.mark.parametrize("part", ["optimizer", "iteration"])
+def test_a_part_of_another_type_is_refused(part: str, junk: Any, tmp_path: Path) -> None:
+    if part == "iteration" and isinstance(junk, int):
+        pytest.skip("that is one")
+    refused(f"{part}|param groups", file_of(tmp_path, **{part: junk}), adam())
+
+
+def test_a_missing_checkpoint_is_a_fresh_start_only_if_the_policy_says_so(tmp_path: Path) -> None:
+    live = adam(steps=2)
+    report = plan_resume(policy(on_missing="fresh"), tmp_path / "none", optimizer=live).apply()
+    assert report.iteration == 0
+    assert not any(value.any() for entry in live.state.values() for value in entry.values())
+    assert {line.reason for line in report.parts if line.outcome == "fresh"} == {"there is no checkpoint"}
+    torn = tmp_path / "torn.pt"
+    torn.write_bytes(b"PK")
+    refused("is torn", torn, adam(), on_missing="fresh")
+
+
+LEAN = """
+import os, sys, torch
+from miles_reset import ResumePolicy, plan_resume
+optimizer = torch.optim.Adam([torch.nn.Parameter(torch.ones(3))])
+plan_resume(ResumePolicy(optimizer="fresh"), {"iteration": 1}, optimizer=optimizer).apply()
+def counted():
+    fields = dict(line.split() for line in open("/proc/self/io").read().replace(":", "").splitlines())
+    return int(fields["rchar"]), int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+read, resident = counted()
+report = plan_resume(ResumePolicy(optimizer="fresh"), sys.argv[1], optimizer=optimizer).apply()
+assert report.iteration == 4, report
+now = counted()
+print(now[0] - read, now[1] - resident)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts what /proc says")
+def test_what_is_not_restored_is_not_read(tmp_path: Path) -> None:
+    size = 256 << 20
+    state = {
+        0: {
+            "step": torch.tensor(1.0),
+            "exp_avg": torch.zeros(size // 8),
+            "exp_avg_sq": torch.zeros(size // 8),
+        }
+    }
+    saved = {"state": state, "param_groups": adam(1).state_dict()["param_groups"]}
+    path = tmp_path / "large.pt"
+    torch.save({"optimizer": saved, "iteration": 4}, path)
+    done = subprocess.run([sys.executable, "-c", LEAN, str(path)], capture_output=True, text=True, check=True)
+    read, resident = map(int, done.stdout.split())
+    assert read < size * 0.02
+    assert resident < 50 << 20
+
+
+# What is said
+
+
+def test_a_plan_reads_as_a_table_and_as_data(caplog: pytest.LogCaptureFixture) -> None:
+    saved = {"optimizer": adam(steps=1, rate=0.5).state_dict(), "iteration": 9}
+    plan = plan_resume(policy(optimizer="fresh"), saved, optimizer=adam())
+    text = str(plan)
+    assert text.splitlines()[0] == "to resume at iteration 9, learning rate 0.1."
+    assert "optimizer    the mapping['optimizer']" in text
+    assert plan.to_dict()["parts"][0]["reason"] == "the policy says so; what was saved is not read"
+    with caplog.at_level(logging.INFO, "miles_reset"):
+        report = plan.apply()
+    assert "resumed at iteration 9, learning rate 0.1." in caplog.text
+    assert str(report).startswith("resumed at iteration 9")
+    assert report.to_dict()["reset"]["leaves"] == 1
