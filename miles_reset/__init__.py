@@ -15,7 +15,7 @@ A plugin declares what an optimizer remembers; see :mod:`miles_reset.hookspecs` 
         return [StateSchema("mylib.MyAdam", momentum("m"), variance("v"), clock("step"))]
 """
 
-from typing import TYPE_CHECKING, Any
+import typing
 
 from miles_reset.discovery import default_registry, load_registry
 from miles_reset.errors import (
@@ -49,7 +49,7 @@ from miles_reset.schema import (
 )
 from miles_reset.wrapper import UnwrapRule
 
-if TYPE_CHECKING:
+if typing.TYPE_CHECKING:
     from miles_reset.checkpoint.opening import open_checkpoint
     from miles_reset.policy import ResumePolicy
     from miles_reset.resume import ResumePlan, ResumeReport, plan_resume
@@ -64,7 +64,7 @@ _LATER = {
 """What is imported when it is first asked for: a reset needs neither pydantic nor YAML."""
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> typing.Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -59,18 +59,34 @@ def agree(
         if refused is not None:
             raise refused
         return
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     mine = RankVerdict(str(refused) if refused is not None else None, dict(facts or {}))
-    verdicts: list[Any] = [None] * len(ranks)
+    _judge(exchange(mine, group=group, timeout=timeout), refused)
+
+
+def exchange(value: Any, *, group: Any = None, timeout: timedelta = TIMEOUT) -> dict[int, Any]:
+    """Return what all ranks of a group say, by rank.
+
+    Args:
+        value: What this rank says; it must be picklable.
+        group: The ranks; all, by default.
+        timeout: How long to wait for the others.
+
+    Raises:
+        RankDisagreementError: A rank does not answer in time.
+    """
+    if not initialized() or dist.get_world_size(group) == 1:
+        return {dist.get_rank() if initialized() else 0: value}
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    said: list[Any] = [None] * len(ranks)
     try:
         quick = _gloo_group(group, timeout)
         dist.monitored_barrier(quick, timeout, wait_all_ranks=True)
-        dist.all_gather_object(verdicts, mine, group=quick)
+        dist.all_gather_object(said, value, group=quick)
     except RuntimeError as error:
-        said = {dist.get_rank(): mine.refusal or "ready"}
+        own = {dist.get_rank(): getattr(value, "refusal", None) or "ready"}
         why = f"not every rank answered within {timeout.total_seconds():.0f} s ({str(error).splitlines()[0]})"
-        raise RankDisagreementError(said, why) from error
-    _judge(dict(zip(ranks, verdicts, strict=True)), refused)
+        raise RankDisagreementError(own, why) from error
+    return dict(zip(ranks, said, strict=True))
 
 
 def _judge(verdicts: Mapping[int, RankVerdict], refused: ResetError | None) -> None:

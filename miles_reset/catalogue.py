@@ -10,8 +10,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from miles_reset.checkpoint.reader import CheckpointReader, SafeGlobal
 from miles_reset.libraries import Resolved, Status
 from miles_reset.registry import Claim, Provider, Record, Registry
+from miles_reset.scheduler import SchedulerRule
 from miles_reset.wrapper import UnwrapRule
 
 Resolutions = Mapping[str, Resolved]
@@ -22,22 +24,38 @@ def claims_of(registry: Registry, provider: Provider) -> dict[str, Claim]:
     return {target: claim for target, claim in registry.claims.items() if claim.provider == provider}
 
 
+def others_of(registry: Registry, provider: Provider) -> list[str]:
+    """Say what one plugin declares that is about no optimizer: formats, scheduler rules, safe globals."""
+    said = []
+    for kind, what in ((CheckpointReader, "reads"), (SchedulerRule, "scheduler rules"), (SafeGlobal, "safe globals")):
+        claims = registry.table(kind).items()
+        if targets := [target for target, claim in claims if claim.provider == provider]:
+            shown = ", ".join(targets) if kind is CheckpointReader else str(len(targets))
+            said.append(f"{what} {shown}" if kind is CheckpointReader else f"{shown} {what}")
+    return said
+
+
 def _kind(record: Record) -> str:
     return "unwrap rule" if isinstance(record, UnwrapRule) else "schema"
 
 
-def plugins_table(claims: Mapping[Provider, Mapping[str, Claim]], resolved: Resolutions) -> RenderableType:
+def plugins_table(
+    claims: Mapping[Provider, Mapping[str, Claim]], resolved: Resolutions, registry: Registry
+) -> RenderableType:
     """Draw a table of plugins: a line each, with counts of what they claim."""
-    table = Table("plugin", "distribution", "version", "schemas", "rules", "classes claimed")
+    table = Table("plugin", "distribution", "version", "schemas", "rules", "classes claimed, and more")
     for provider, claimed in claims.items():
         kinds = Counter(_kind(claim.record) for claim in claimed.values())
         found = [f"{len(targets)} {detail}" for detail, targets in _by_detail(claimed, resolved)]
+        found += others_of(registry, provider)
         counts = (str(kinds[kind]) for kind in ("schema", "unwrap rule"))
         table.add_row(provider.plugin, provider.distribution, provider.version, *counts, "\n".join(found))
     return table
 
 
-def plugin_list(provider: Provider, claims: Mapping[str, Claim], resolved: Resolutions) -> RenderableType:
+def plugin_list(
+    provider: Provider, claims: Mapping[str, Claim], resolved: Resolutions, registry: Registry
+) -> RenderableType:
     """List what one plugin claims, a line each: print it with ``soft_wrap``, for names are long."""
     lines = [Text(str(provider), style="bold")]
     for detail, targets in _by_detail(claims, resolved):
@@ -45,6 +63,7 @@ def plugin_list(provider: Provider, claims: Mapping[str, Claim], resolved: Resol
         for target in targets:
             kind = _kind(claims[target].record)
             lines.append(Text(f"    {target}" if kind == "schema" else f"    {target} ({kind})"))
+    lines += (Text(f"  {said}", style="green") for said in others_of(registry, provider))
     return Group(*lines)
 
 
@@ -56,7 +75,9 @@ def _by_detail(targets: Iterable[str], resolved: Resolutions) -> Iterator[tuple[
     return (item for item in found.items() if item[1])
 
 
-def plugin_dict(provider: Provider, claims: Mapping[str, Claim], resolved: Resolutions) -> dict[str, Any]:
+def plugin_dict(
+    provider: Provider, claims: Mapping[str, Claim], resolved: Resolutions, registry: Registry
+) -> dict[str, Any]:
     """Return a plugin, and what it claims, as plain data."""
     return {
         "name": provider.plugin,
@@ -71,6 +92,7 @@ def plugin_dict(provider: Provider, claims: Mapping[str, Claim], resolved: Resol
             }
             for target, claim in claims.items()
         ],
+        "others": others_of(registry, provider),
     }
 
 

@@ -1,4 +1,4 @@
-"""``miles-reset``: what plugins declare, and a demonstration.
+"""``miles-reset``: what plugins declare, resume policies, checkpoints, and a demonstration.
 
 Exit statuses: 0; 1 for an error that miles_reset raises on purpose; 2 for a wrong use of the command.
 """
@@ -89,17 +89,18 @@ def plugins(
     with Console(stderr=True).status("Importing the libraries ..."):
         resolved = resolve((target for claimed in claims.values() for target in claimed), timeout)
     if as_json:
-        listed = [plugin_dict(provider, claims[provider], resolved) for provider in providers]
+        listed = [plugin_dict(provider, claims[provider], resolved, registry) for provider in providers]
         _print_json({"plugins": listed, "disabled": disabled})
         return
     console = Console()
     if verbose or name is not None:
         for provider in providers:
-            console.print(plugin_list(provider, claims[provider], resolved), soft_wrap=True)
+            console.print(plugin_list(provider, claims[provider], resolved, registry), soft_wrap=True)
     else:
-        console.print(plugins_table(claims, resolved))
+        console.print(plugins_table(claims, resolved, registry))
     if disabled:
-        console.print(Text(f"Disabled by {DISABLE}: {', '.join(disabled)}.", style="yellow"))
+        off = f"Disabled by {DISABLE}: {', '.join(disabled)}."
+        console.print(Text(off, style="yellow"), soft_wrap=True)
 
 
 @app.command()
@@ -140,6 +141,95 @@ def _is_short_for(asked: list[str], target: list[str]) -> bool:
     """Say whether the parts asked for are among the target's, in their order, down to the last."""
     rest = iter(target)
     return asked[-1] == target[-1] and all(part in rest for part in asked)
+
+
+policy = typer.Typer(no_args_is_help=True, help="Check resume policies, and list named ones.")
+app.add_typer(policy, name="policy")
+
+
+@policy.command("check")
+def policy_check(
+    file: Annotated[Path, typer.Argument(help="A policy, TOML or YAML.")], as_json: Json = False
+) -> None:
+    """Say what a policy file chooses, or what is wrong with it."""
+    from miles_reset.policy import ResumePolicy
+    from miles_reset.preview import policy_table
+
+    checked = ResumePolicy.from_file(file)
+    if as_json:
+        _print_json(checked.model_dump())
+    else:
+        Console().print(policy_table(checked))
+
+
+@policy.command("schema")
+def policy_schema() -> None:
+    """Print the JSON Schema of policies, for editors."""
+    from miles_reset.policy import ResumePolicy
+
+    _print_json(ResumePolicy.model_json_schema())
+
+
+@policy.command("presets")
+def policy_presets(
+    name: Annotated[str | None, typer.Argument(help="Print one, as TOML.")] = None, as_json: Json = False
+) -> None:
+    """List the named policies, or print one to start from."""
+    from miles_reset.policy import PRESETS, ResumePolicy
+    from miles_reset.preview import as_toml, presets_table
+
+    if name is not None:
+        typer.echo(as_toml(ResumePolicy.preset(name), PRESETS[name][0]), nl=False)
+    elif as_json:
+        _print_json({key: {"what": what, "policy": chosen} for key, (what, chosen) in PRESETS.items()})
+    else:
+        Console().print(presets_table())
+
+
+Rank = Annotated[int, typer.Option(help="Whose part of the checkpoint.", min=0)]
+Allow = Annotated[
+    list[str] | None, typer.Option(help="A dotted name that may be unpickled. May be given more than once.")
+]
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="A checkpoint: a file or a folder.")],
+    rank: Rank = 0,
+    allow: Allow = None,
+    as_json: Json = False,
+) -> None:
+    """Show what a checkpoint holds, part by part, without loading it."""
+    from miles_reset.checkpoint.opening import open_checkpoint
+    from miles_reset.preview import checkpoint_tree
+
+    found = open_checkpoint(path, rank=rank, allow=allow or ())
+    if as_json:
+        _print_json(found.to_dict())
+    else:
+        Console().print(checkpoint_tree(found))
+
+
+@app.command()
+def plan(
+    path: Annotated[Path, typer.Argument(help="A checkpoint: a file or a folder.")],
+    policy_file: Annotated[Path, typer.Option("--policy", help="A policy, TOML or YAML.")],
+    rank: Rank = 0,
+    as_json: Json = False,
+) -> None:
+    """Preview what a policy does with a checkpoint. A trainer's own plan also tells the rate after it."""
+    from miles_reset.checkpoint.opening import open_checkpoint
+    from miles_reset.policy import ResumePolicy
+    from miles_reset.preview import preview, preview_table
+
+    chosen = ResumePolicy.from_file(policy_file)
+    lines = preview(chosen, open_checkpoint(path, rank=rank, allow=chosen.allow))
+    if as_json:
+        _print_json({"parts": [line._asdict() for line in lines]})
+    else:
+        Console().print(preview_table(lines, path))
+    if any(line.outcome == "refuse" for line in lines):
+        raise typer.Exit(1)
 
 
 @app.command()

@@ -28,7 +28,7 @@ from miles_reset.policy import PARTS, ResumePolicy, Verdict, decide
 from miles_reset.registry import Registry
 from miles_reset.report import ResetReport
 from miles_reset.reset import ResetPlan, plan_reset
-from miles_reset.scheduler import Schedule, SchedulerRule, override
+from miles_reset.scheduler import Schedule, SchedulerRule, override, put
 from miles_reset.schema import Place
 from miles_reset.walk import walk
 
@@ -426,10 +426,7 @@ class _Work:
             for key, value in saved.items():
                 if key in ("params", "param_names") or key in clocks:
                     continue
-                if isinstance(group.get(key), torch.Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = copy.deepcopy(value)
+                put(group, key, value)
 
 
 def _groups_of(optimizer: Any) -> list[Any]:

@@ -96,7 +96,7 @@ class Schedule:
         """Write what it owns into its groups."""
         for group, values in zip(self.groups, owned, strict=True):
             for key, value in values.items():
-                _put(group, key, value)
+                put(group, key, value)
 
     def restore(self, state: Any, saved_groups: Sequence[Mapping[str, Any]] | None) -> None:
         """Bring it to a saved state, and the groups to what it owned then.
@@ -208,7 +208,7 @@ def override(values: Mapping[str, Any], groups: Sequence[Group], schedule: Sched
             setattr(schedule.scheduler, key, value)  # type: ignore[union-attr]  # who has settings is there
         for group in groups:
             if key in group:
-                _put(group, key, value)
+                put(group, key, value)
     if schedule is not None and settings.keys() & values.keys():
         schedule.refresh()
 
@@ -266,10 +266,11 @@ def _get(group: Mapping[str, Any], key: str) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
 
 
-def _put(group: Group, key: str, value: Any) -> None:
+def put(group: Group, key: str, value: Any) -> None:
+    """Write one entry of a param group; a tensor there keeps its place."""
     if key == "momentum" and "momentum" not in group and "betas" in group:
         group["betas"] = (value, *group["betas"][1:])
     elif isinstance(group.get(key), torch.Tensor):
         group[key].fill_(value)  # in place: captured graphs and compiled steps hold on to it
     else:
-        group[key] = value.clone() if isinstance(value, torch.Tensor) else value
+        group[key] = value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)

@@ -8,9 +8,10 @@ from importlib import metadata
 
 import fakes
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from miles_reset import UnwrapRule, default_registry
+from miles_reset import ResumePolicy, UnwrapRule, default_registry
 from miles_reset.cli import app
 
 COMMAND = [sys.executable, "-c", "from miles_reset.cli import app; app()"]
@@ -45,6 +46,9 @@ def words(text):
     return " ".join(re.sub(r"[│╭╮╰╯─]", " ", text).split())
 
 
+OUR_PLUGINS = sorted(metadata.distribution("miles-reset").entry_points.select(group="miles_reset").names)
+
+
 @pytest.fixture(autouse=True)
 def a_wide_terminal(monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
@@ -54,7 +58,7 @@ def a_wide_terminal(monkeypatch):
 def harpsichord(tmp_path, monkeypatch):
     """A plugin for a library of which a part is there."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("MILES_RESET_DISABLE", "torch,megatron,emerging")
+    monkeypatch.setenv("MILES_RESET_DISABLE", ",".join(OUR_PLUGINS))
     names = {
         "name": "harp",
         "module": "miles_reset_harp",
@@ -103,7 +107,7 @@ def test_plugins_lists_each_plugin_with_counts_of_its_claims(harpsichord):
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells[:5] == ["harp", "miles-reset-harp", "1.5", "3", "2"]
     assert "1 ok" in result.stdout
-    assert "Disabled by MILES_RESET_DISABLE: emerging, megatron, torch." in words(result.stdout)
+    assert f"Disabled by MILES_RESET_DISABLE: {', '.join(OUR_PLUGINS)}." in words(result.stdout)
     assert "harpsichord.Adam" not in result.stdout
 
 
@@ -140,9 +144,15 @@ def test_plugins_prints_all_of_it_as_json(harpsichord):
     ]
     assert json.loads(result.stdout) == {
         "plugins": [
-            {"name": "harp", "distribution": "miles-reset-harp", "version": "1.5", "claims": claims},
+            {
+                "name": "harp",
+                "distribution": "miles-reset-harp",
+                "version": "1.5",
+                "claims": claims,
+                "others": [],
+            },
         ],
-        "disabled": ["emerging", "megatron", "torch"],
+        "disabled": OUR_PLUGINS,
     }
 
 
@@ -276,3 +286,78 @@ def test_our_own_plugins_claim_classes_by_their_own_names():
     }
     assert wrong == {}
     assert answers["torch.optim.adamw.AdamW"] == "ok"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A file with an optimizer, an iteration, and a scheduler that is null."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([weight])
+    optimizer.step()
+    path = tmp_path / "state.pt"
+    torch.save({"optimizer": optimizer.state_dict(), "iteration": 12, "scheduler": None}, path)
+    return path
+
+
+def policy_file(tmp_path, text):
+    path = tmp_path / "policy.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_a_policy_is_checked(tmp_path):
+    result = invoke("policy", "check", policy_file(tmp_path, 'optimizer = "fresh"\n'))
+    assert result.exit_code == 0
+    assert re.search(r'optimizer +"fresh" +policy', words(result.stdout))
+    assert re.search(r'scheduler +"restore" +default', words(result.stdout))
+    wrong = invoke("policy", "check", policy_file(tmp_path, 'optimiser = "fresh"\n'))
+    assert wrong.exit_code == 1
+    assert "the nearest is 'optimizer'" in words(wrong.stderr)
+    as_json = invoke("policy", "check", "--json", policy_file(tmp_path, "iteration = 3\n"))
+    assert json.loads(as_json.stdout)["iteration"] == 3
+
+
+def test_the_schema_of_policies_is_printed():
+    assert json.loads(invoke("policy", "schema").stdout) == ResumePolicy.model_json_schema()
+
+
+def test_presets_are_listed_and_each_is_a_file_to_start_from(tmp_path):
+    assert "no-load-optim" in invoke("policy", "presets").stdout
+    listed = json.loads(invoke("policy", "presets", "--json").stdout)
+    for name in listed:
+        path = policy_file(tmp_path, invoke("policy", "presets", name).stdout)
+        read = ResumePolicy.from_file(path)
+        assert read.digest() == ResumePolicy.preset(name).digest()
+    assert invoke("policy", "presets", "none").exit_code == 1
+
+
+def test_a_checkpoint_is_inspected(checkpoint):
+    shown = words(invoke("inspect", str(checkpoint)).stdout)
+    assert "state.pt: torch file" in shown
+    assert "3 tensors, step 1" in shown
+    assert "null in the file" in shown
+    data = json.loads(invoke("inspect", "--json", str(checkpoint)).stdout)
+    assert data["parts"]["optimizer"] == {
+        "where": "state.pt['optimizer']", "presence": "present", "bytes": 28, "detail": ""
+    }  # fmt: skip
+    missing = invoke("inspect", str(checkpoint.parent / "none"))
+    assert missing.exit_code == 1
+    assert "No such file" in words(missing.stderr)
+
+
+@pytest.mark.parametrize(
+    ("text", "outcome", "code"),
+    [
+        ('scheduler = "fresh"', "fresh", 0),
+        ("", "refuse", 1),
+        ('scheduler = "restore-if-present"', "fresh", 0),
+    ],
+)
+def test_a_resume_is_previewed(checkpoint, tmp_path, text, outcome, code):
+    file = policy_file(tmp_path, text)
+    result = invoke("plan", str(checkpoint), "--policy", file)
+    assert result.exit_code == code
+    assert re.search(rf"scheduler .* {outcome} ", words(result.stdout.replace("┃", " ")))
+    data = json.loads(invoke("plan", str(checkpoint), "--policy", file, "--json").stdout)
+    assert {line["part"]: line["outcome"] for line in data["parts"]}["scheduler"] == outcome

@@ -4,6 +4,7 @@ import logging
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import distribution
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, Protocol
@@ -138,7 +139,8 @@ BROKEN = {
     ),
     "implements a misspelt hook": (
         hook("return []", "miles_reset_schema()"),
-        "Hooks are: miles_reset_schemas, miles_reset_unwrap_rules.",
+        "Hooks are: miles_reset_schemas, miles_reset_unwrap_rules, miles_reset_checkpoint_readers, "
+        "miles_reset_scheduler_rules, miles_reset_safe_globals.",
     ),
     "asks for an argument": (
         hook("return []", "miles_reset_schemas(registry)"),
@@ -267,7 +269,8 @@ def imported_by(code: str, *, first: str = "import torch", folder: str = "") -> 
     return set(done.stdout.split())
 
 
-OURS = {"miles_reset", "miles_reset_torch", "miles_reset_megatron", "miles_reset_emerging"}
+OUR_PLUGINS = distribution("miles-reset").entry_points.select(group="miles_reset")
+OURS = {"miles_reset", *(point.value for point in OUR_PLUGINS)}
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,20 @@ import torch
 from fakes import class_named, plugin
 
 from miles_reset import (
+    CheckpointError,
     ConflictError,
     PluginError,
+    PolicyError,
+    RankDisagreementError,
     ResetError,
     StateSchema,
     UndeclaredStateError,
     UnknownOptimizerError,
     UnreachableStateError,
+    UnsafeCheckpointError,
     UnsupportedOptimizerState,
     UnwrapRule,
+    default_registry,
     errors,
     load_registry,
     momentum,
@@ -66,9 +71,10 @@ def test_an_unknown_optimizer_is_named_with_its_place_the_plugins_and_what_to_do
     error = unknown()
     assert error.path == "ChainedOptimizer[1].Lion"
     assert error.type.__name__ == "Lion"
+    loaded = sorted(["chain", *(provider.plugin for provider in default_registry().providers)])
     assert str(error) == (
         "No schema or unwrap rule for lion_pytorch.lion_pytorch.Lion at ChainedOptimizer[1].Lion. "
-        "Loaded plugins: chain, emerging, megatron, torch. Nothing was changed. "
+        f"Loaded plugins: {', '.join(loaded)}. Nothing was changed. "
         "Install a plugin that declares it, or write one: docs/writing-a-plugin.md."
     )
 
@@ -110,6 +116,10 @@ ONE_OF_EACH = [
     UnreachableStateError("Chain[0].AdamW", "it is on disk."),
     PluginError("lion", "miles-reset-lion 1.2", "failed to import."),
     ConflictError("torch.optim.adam.Adam", ["plugin 'a'", "plugin 'b'"], ["a", "b"]),
+    PolicyError("optimizer", "it is 'frsh'."),
+    CheckpointError("state.pt", "optimizer", "is torn."),
+    UnsafeCheckpointError("state.pt", "posix.system"),
+    RankDisagreementError({0: "ready", 1: "the file is not there"}),
 ]
 
 
@@ -166,6 +176,7 @@ def test_an_error_reaches_another_process_and_comes_back() -> None:
 
 
 @by_class
-def test_an_error_about_state_says_that_nothing_was_changed(error: ResetError) -> None:
+def test_an_error_about_state_or_a_checkpoint_says_that_nothing_was_changed(error: ResetError) -> None:
     says_so = "Nothing was changed." in str(error)
-    assert says_so == (type(error).__base__ is UnsupportedOptimizerState)
+    resume = (PolicyError, CheckpointError, RankDisagreementError)
+    assert says_so == (type(error).__base__ is UnsupportedOptimizerState or isinstance(error, resume))

@@ -26,7 +26,10 @@ _NAMES = {
     *(f"{_METADATA}.{name}" for name in (
         "Metadata", "MetadataIndex", "ChunkStorageMetadata", "TensorStorageMetadata",
         "BytesStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *(f"torch.distributed.checkpoint.planner.{name}" for name in (
+        "SavePlan", "WriteItem", "WriteItemType", "TensorWriteData", "BytesIOWriteData")),
     "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.filesystem._StoragePrefix",
     "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
     "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
     "torch.Size", "torch.serialization._get_layout", "collections.OrderedDict",
@@ -36,11 +39,13 @@ _NAMES = {
 
 
 class _Metadata(pickle.Unpickler):
+    allow: tuple[str, ...] = ()
+
     def find_class(self, module: str, name: str) -> Any:
         dotted = f"{module}.{name}"
         if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
             return dtype
-        if dotted not in _NAMES:
+        if dotted not in _NAMES and dotted not in self.allow:
             raise _UnknownNameError(dotted)
         if module == "pathlib._local":  # where Python 3.13 keeps it, and others do not
             module = "pathlib"
@@ -73,7 +78,9 @@ class ShardedFolder:
         """
         file = self.path / ".metadata"
         try:
-            found = _Metadata(io.BytesIO(file.read_bytes())).load()
+            unpickler = _Metadata(io.BytesIO(file.read_bytes()))
+            unpickler.allow = self.allow
+            found = unpickler.load()
             assert isinstance(found.state_dict_metadata, dict)
         except OSError as error:
             raise CheckpointError(str(file), "", f"cannot be read: {error.strerror or error}.") from error
@@ -143,7 +150,8 @@ class ShardedFolder:
         return _numbered(root[""])
 
     def _read(self, names: Iterable[str]) -> dict[str, Any]:
-        from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+        from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
 
         folder, known = self.path, self.metadata.state_dict_metadata
 
