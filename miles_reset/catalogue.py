@@ -27,7 +27,11 @@ def claims_of(registry: Registry, provider: Provider) -> dict[str, Claim]:
 def others_of(registry: Registry, provider: Provider) -> list[str]:
     """Say what one plugin declares that is about no optimizer: formats, scheduler rules, safe globals."""
     said = []
-    for kind, what in ((CheckpointReader, "reads"), (SchedulerRule, "scheduler rules"), (SafeGlobal, "safe globals")):
+    for kind, what in (
+        (CheckpointReader, "reads"),
+        (SchedulerRule, "scheduler rules"),
+        (SafeGlobal, "safe globals"),
+    ):
         claims = registry.table(kind).items()
         if targets := [target for target, claim in claims if claim.provider == provider]:
             shown = ", ".join(targets) if kind is CheckpointReader else str(len(targets))

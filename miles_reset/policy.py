@@ -230,7 +230,7 @@ def decide(action: str | int, presence: Presence, *, live: bool, chosen: bool) -
             return Verdict("refuse", f"the policy says {action}, and there is no live one to {action}")
         return Verdict("skip", "there is no live one")
     if action == Action.FRESH:
-        return Verdict("fresh", "the policy says so; what was saved is not read")
+        return Verdict("fresh", "what was saved is not read")
     if presence is Presence.TORN:
         return Verdict("refuse", "what was saved cannot be read")
     if presence is Presence.PRESENT:

@@ -34,9 +34,8 @@ def preview_table(lines: Sequence[PartLine], path: Path) -> Table:
     """Return a preview as a table."""
     table = Table("part", "action", "outcome", "why", title=str(path), title_justify="left")
     for line in lines:
-        why = f"from {line.saved}" if line.outcome in ("restore", "reset") else line.reason
-        outcome = Text(line.outcome, _COLOURS.get(line.outcome, ""))
-        table.add_row(line.part, f"{line.action} ({line.chosen_by})", outcome, Text(why))
+        part, action, outcome, why = line.cells()
+        table.add_row(part, action, Text(outcome, _COLOURS.get(outcome, "")), Text(why))
     return table
 
 

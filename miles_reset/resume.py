@@ -54,6 +54,11 @@ class PartLine(NamedTuple):
     outcome: str
     reason: str
 
+    def cells(self) -> tuple[str, str, str, str]:
+        """Return what a table shows of it."""
+        why = f"from {self.saved}" if self.outcome in ("restore", "reset") else self.reason
+        return self.part, f"{self.action} ({self.chosen_by})", self.outcome, why
+
 
 @dataclass(frozen=True)
 class _Told:
@@ -84,7 +89,7 @@ class _Told:
         }
 
     def _table(self, done: str) -> str:
-        cells = [PartLine._fields, *self.parts]
+        cells = [("part", "action", "outcome", "why"), *(line.cells() for line in self.parts)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         rates = ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(self.rates)) or "not known"
@@ -460,20 +465,30 @@ def restore_rng(state: Any) -> None:
     """
     if isinstance(state, (list, tuple)) and state and isinstance(state[0], Mapping):
         state = state[0]
-    names = {
-        str(key).removeprefix("random_").removesuffix("_rng_state").removesuffix("_state"): key
-        for key in state
+    held = {
+        name: state[key]
+        for name, keys in _RNG.items()
+        if (key := next((k for k in keys if k in state), None))
     }
-    if (key := names.get("python", names.get("random"))) is not None:
-        version, numbers, gauss = state[key]
+    if "python" in held:
+        version, numbers, gauss = held["python"]
         random.setstate((version, tuple(numbers), gauss))
-    if (key := names.get("numpy", names.get("np"))) is not None:
-        np.random.set_state(state[key])
-    if (key := names.get("cpu", names.get("torch", names.get("torch_manual_seed")))) is not None:
-        torch.set_rng_state(state[key].clone())
-    if (key := names.get("cuda")) is not None and torch.cuda.is_available():
-        cuda = state[key]
+    if "numpy" in held:
+        np.random.set_state(held["numpy"])
+    if "torch" in held:
+        torch.set_rng_state(held["torch"].clone())
+    if "cuda" in held and torch.cuda.is_available():
+        cuda = held["cuda"]
         if isinstance(cuda, (list, tuple)):
             torch.cuda.set_rng_state_all(list(cuda))
         else:
             torch.cuda.set_rng_state(cuda)
+
+
+_RNG = {
+    "python": ("python", "random_rng_state", "random_state", "random"),
+    "numpy": ("numpy", "np_rng_state", "numpy_random_seed", "np"),
+    "torch": ("cpu", "torch", "torch_rng_state", "torch_manual_seed"),
+    "cuda": ("cuda", "cuda_rng_state", "torch_cuda_manual_seed"),
+}
+"""By which names random number states are saved."""

@@ -73,6 +73,17 @@ def of(found, optimizer, way):
     return outcome
 
 
+def assert_resumed(found):
+    """See the rates of a cosine from 1 to 0, and what a tenth of them at the start leads to."""
+    right, policy, plain, lost = found["resume"]["rates"].values()
+    assert found["resume"]["same"] is True
+    assert policy == right
+    assert right[0] == pytest.approx(0.5)
+    assert plain[0] == lost[0] == 0.1
+    assert plain[25] == pytest.approx(0.1 * (1 - math.sqrt(0.5)))
+    assert "learning rate 0.5." in found["resume"]["plan"]
+
+
 def assert_proven(found):
     assert found["proof"]["same"] is True
     assert found["proof"]["max_difference"] == 0
@@ -139,8 +150,11 @@ def test_the_demo_under_megatron_proves_the_reset_and_leaves_no_trace(tmp_path, 
     assert_proven(found)
     assert_ways_are_told_apart(found, "TensorParallelMuon", "AdamW")
     assert found["chart"] == "miles-reset-demo.png"
-    assert [path.name for path in tmp_path.iterdir()] == ["miles-reset-demo.png"]
-    assert_is_png(tmp_path / "miles-reset-demo.png")
+    charts = ["miles-reset-demo-resume.png", "miles-reset-demo.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == charts
+    for name in charts:
+        assert_is_png(tmp_path / name)
+    assert_resumed(found)
 
 
 @pytest.mark.slow
@@ -150,7 +164,7 @@ def test_the_demo_under_megatron_says_little_and_nothing_else(tmp_path):
     done = run_demo(tmp_path, "--chart", "here.png")
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
-    assert len(lines) <= 60
+    assert len(lines) <= 75
     assert max(map(len, lines)) <= 100
     assert "TensorParallelMuon" in done.stdout
     assert "all bits are the same" in done.stdout
@@ -168,8 +182,10 @@ def test_the_demo_without_megatron_proves_the_reset_of_torchs_optimizers(tmp_pat
     assert_ways_are_told_apart(found, "SGD", "AdamW")
     # With dampening, the first gradient counts in full; beside a zeroed buffer, a tenth of it.
     assert of(found, "SGD", ZEROED_TENSORS)["sizes"][0] == pytest.approx(0.1, rel=1e-4)
-    assert [path.name for path in tmp_path.iterdir()] == ["there.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there-resume.png", "there.png"]
     assert_is_png(tmp_path / "there.png")
+    assert_is_png(tmp_path / "there-resume.png")
+    assert_resumed(found)
 
 
 @pytest.mark.slow
@@ -178,8 +194,8 @@ def test_the_demo_says_what_it_goes_without(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     lines = done.stdout.splitlines()
     assert lines[0] == "Without Megatron (No module named 'emerging_optimizers'): torch's own SGD and AdamW."
-    assert lines[-1] == "No chart: matplotlib is not installed. Get it with: pip install 'miles-reset[demo]'"
-    assert len(lines) <= 60
+    assert lines[-1] == "No charts: matplotlib is not installed. Get it with: pip install 'miles-reset[demo]'"
+    assert len(lines) <= 75
     assert max(map(len, lines)) <= 100
     assert not list(tmp_path.iterdir())
 

@@ -206,5 +206,5 @@ def test_a_policy_has_a_json_schema_and_a_digest() -> None:
 
 def test_a_verdict_is_data() -> None:
     assert decide("fresh", Presence.TORN, live=True, chosen=True) == Verdict(
-        "fresh", "the policy says so; what was saved is not read"
+        "fresh", "what was saved is not read"
     )

@@ -1,4 +1,4 @@
-"""The README is true: its Python blocks run, in order, and print what it shows."""
+"""The README, and the page on resume policies, are true: their blocks run and print what is shown."""
 
 from pathlib import Path
 from typing import Any
@@ -17,3 +17,10 @@ def test_the_blocks_of_the_readme_run(tmp_path: Path, monkeypatch: pytest.Monkey
     namespace: dict[str, Any] = {"__name__": "__main__"}
     assert run_page.run(page, namespace) == sum(block.language == "python" for block in python)
     assert list(tmp_path.iterdir()) == [page]
+
+
+def test_the_blocks_of_the_page_on_policies_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = README.parent / "docs" / "resume-policies.md"
+    monkeypatch.chdir(tmp_path)
+    blocks = [block for block in run_page.blocks(page.read_text()) if block.language != "text"]
+    assert run_page.run(page, {"__name__": "__main__"}) == len(blocks)

@@ -69,7 +69,7 @@ def fit(
         max_epochs=-1,
         accelerator="cpu",
         logger=False,
-        enable_checkpointing=False,
+        enable_checkpointing=more.pop("enable_checkpointing", False),
         enable_progress_bar=False,
         enable_model_summary=False,
         callbacks=[*callbacks, watch],

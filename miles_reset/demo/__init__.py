@@ -19,7 +19,8 @@ from rich.console import Console
 from rich.markup import escape
 from torch.optim import Adagrad, NAdam
 
-from miles_reset.demo.pictures import draw, table
+from miles_reset.demo.pictures import draw, draw_rates, rates_table, table
+from miles_reset.demo.resuming import NEW_RATE, OLD_RATE, POLICY, Resumed, resume
 from miles_reset.demo.training import Build, Job, MakeOptimizer, job_of, megatron_jobs, torch_job
 from miles_reset.demo.ways import Outcome, Proof, compare_ways, prove
 from miles_reset.render import render
@@ -52,6 +53,8 @@ class Demo:
         proof: How the reset job compares with a freshly built twin.
         outcomes: What each way to reset does to the next updates of each optimizer.
         chart: Where the chart is; None without matplotlib.
+        resumed: How a resume under a policy file went, and what plain loads do.
+        resume_chart: Where the chart of the learning rate is; None without matplotlib.
         seconds: How long the run took.
     """
 
@@ -65,12 +68,14 @@ class Demo:
     proof: Proof
     outcomes: Sequence[Outcome]
     chart: Path | None
+    resumed: Resumed
+    resume_chart: Path | None
     seconds: float
 
     @property
     def proven(self) -> bool:
-        """Whether the reset optimizer went on as a fresh one would."""
-        return self.proof.same and not self.weights_moved
+        """Whether the reset optimizer went on as a fresh one would, and the resumed schedule as it was."""
+        return self.proof.same and not self.weights_moved and self.resumed.same
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain data."""
@@ -86,6 +91,8 @@ class Demo:
             "proof": asdict(self.proof),
             "ways": [asdict(outcome) for outcome in self.outcomes],
             "chart": str(self.chart) if self.chart else None,
+            "resume": asdict(self.resumed),
+            "resume_chart": str(self.resume_chart) if self.resume_chart else None,
             "seconds": self.seconds,
         }
 
@@ -152,13 +159,29 @@ def run(console: Console, chart: Path) -> Demo:
             drawn = draw(outcomes, chart)
         if drawn:
             say(f"\nChart of the next {CHART_STEPS} updates: [bold]{escape(str(chart))}[/]")
-        else:
-            say("\nNo chart: matplotlib is not installed. Get it with: pip install 'miles-reset\\[demo]'")
+        resumed = resume()
+        rates_chart = chart.with_name(f"{chart.stem}-resume.png")
+        _say_resume(say, resumed)
+        if drawn and draw_rates(resumed, rates_chart):
+            say(f"Chart of the learning rate: [bold]{escape(str(rates_chart))}[/]")
+        if not drawn:
+            say("\nNo charts: matplotlib is not installed. Get it with: pip install 'miles-reset\\[demo]'")
     seconds = time.perf_counter() - start
     return Demo(
         versions, fallback, losses, plan, report, milliseconds, moved, proof, outcomes,
-        chart if drawn else None, seconds,
+        chart if drawn else None, resumed, rates_chart if drawn else None, seconds,
     )  # fmt: skip
+
+
+def _say_resume(say: Any, resumed: Resumed) -> None:
+    say("\n[bold]A resume under a policy file[/]: a run saved at half of its cosine, a new rate")
+    say(f"in the configuration ({NEW_RATE:g}, it was {OLD_RATE:g}), and this policy:\n")
+    say(escape(POLICY))
+    say("[bold]print(plan_resume(policy, checkpoint, optimizer=..., scheduler=...))[/]\n")
+    say(escape(resumed.plan), soft_wrap=True)
+    say(rates_table(resumed))
+    verdict = "the same rates, to the bit" if resumed.same else "OTHER RATES"
+    say(f"Under the policy and in the run that was never interrupted: [bold]{verdict}[/].")
 
 
 @contextlib.contextmanager

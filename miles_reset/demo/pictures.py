@@ -11,6 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from miles_reset.demo.resuming import SAVED_AT, UNINTERRUPTED, Resumed
 from miles_reset.demo.ways import LEFT, RIGHT, WAYS, Outcome
 
 # One a way; the colour-blind can tell them apart, and lines that cover each other show.
@@ -72,6 +73,39 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> bool:
     figure.legend(
         *panels.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False
     )
+    figure.savefig(path, format="png")
+    return True
+
+
+def rates_table(resumed: Resumed) -> Table:
+    """Draw the learning rates of some steps after a resume, by way to resume."""
+    drawn = Table(box=box.SIMPLE, header_style="bold", show_edge=False)
+    drawn.add_column("rate at step", no_wrap=True)
+    at = (0, 1, 10, 25, 40)
+    for step in at:
+        drawn.add_column(str(SAVED_AT + step), justify="right")
+    right = resumed.rates[UNINTERRUPTED]
+    for way, rates in resumed.rates.items():
+        style = "" if way == UNINTERRUPTED else "green" if rates == right else "red"
+        drawn.add_row(way, *(Text(f"{rates[step]:.4f}", style) for step in at))
+    return drawn
+
+
+def draw_rates(resumed: Resumed, path: Path) -> bool:
+    """Draw the learning rate after a resume into a PNG file; say whether matplotlib is there to do it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    figure = Figure(figsize=(8, 4.2), dpi=140, layout="constrained")
+    panel = figure.subplots()
+    for (way, rates), look in zip(resumed.rates.items(), _LOOKS.values(), strict=False):
+        panel.plot(range(SAVED_AT, SAVED_AT + len(rates)), rates, label=way, **look)
+    panel.set_xlabel("step")
+    panel.set_title("Learning rate after a resume without the optimizer", loc="left", fontsize=11)
+    panel.grid(axis="y", color="#E4E4E4", linewidth=0.8)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.legend(frameon=False)
     figure.savefig(path, format="png")
     return True
 
