@@ -16,6 +16,8 @@ from miles_reset import CheckpointError, ResumePolicy, plan_resume
 
 SAVED_AT, STEPS = 9, 24
 
+pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in")  # SequentialLR of torch 2.6 uses it
+
 
 def sequential(optimizer: Any, rate: float) -> Any:
     inner = [schedulers.LinearLR(optimizer, 0.5, total_iters=4), schedulers.ExponentialLR(optimizer, 0.9)]

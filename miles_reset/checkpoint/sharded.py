@@ -81,7 +81,11 @@ class ShardedFolder:
             unpickler = _Metadata(io.BytesIO(file.read_bytes()))
             unpickler.allow = self.allow
             found = unpickler.load()
-            assert isinstance(found.state_dict_metadata, dict)
+            for stored in (found.storage_data or {}).values():
+                name = Path(stored.relative_path)
+                if name.is_absolute() or ".." in name.parts:
+                    raise ValueError(f"{name} is outside of the folder")
+            dict(found.state_dict_metadata)
         except OSError as error:
             raise CheckpointError(str(file), "", f"cannot be read: {error.strerror or error}.") from error
         except _UnknownNameError as error:
