@@ -9,13 +9,11 @@ from __future__ import annotations
 import copy
 import logging
 import os
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from miles_reset.agree import TIMEOUT, agree, initialized
@@ -28,6 +26,7 @@ from miles_reset.policy import PARTS, ResumePolicy, Verdict, decide
 from miles_reset.registry import Registry
 from miles_reset.report import ResetReport
 from miles_reset.reset import ResetPlan, plan_reset
+from miles_reset.rng import check_rng, restore_rng
 from miles_reset.scheduler import Schedule, SchedulerRule, override, put
 from miles_reset.schema import Place
 from miles_reset.walk import walk
@@ -243,8 +242,8 @@ class _Planner:
 
     def _check_world(self) -> None:
         saved = self.checkpoint.world_size
-        now = torch.distributed.get_world_size() if initialized() else None
-        if saved is not None and now is not None and saved != now:
+        now = torch.distributed.get_world_size() if initialized() else 1
+        if saved is not None and saved != now:
             problem = f"was saved by {saved} ranks, and this run has {now}."
             raise CheckpointError(self.checkpoint.path, "", problem)
 
@@ -288,9 +287,11 @@ class _Work:
         if optimizer is not None:
             self._prepare_optimizer()
         rates = self._rehearse() if planner.scheduler is not None else self._rates_without()
-        for name in ("rng", *planner.extras):
+        for name in planner.extras:
             if self._outcome(name) == "restore":
                 planner.checkpoint.read(name)
+        if self._outcome("rng") == "restore":
+            check_rng(planner.checkpoint.read("rng"), planner.checkpoint.part("rng").where)
         return rates
 
     def _outcome(self, name: str) -> str:
@@ -386,6 +387,9 @@ class _Work:
         planner, optimizer, outcome = self.planner, self.planner.optimizer, self._outcome("optimizer")
         agree(self._unreadable(), {"iteration": self.iteration}, group=planner.group, timeout=planner.timeout)
         report = None
+        for name, live in planner.extras.items():
+            if self._outcome(name) == "restore":
+                live.load_state_dict(copy.deepcopy(planner.checkpoint.read(name)))
         if outcome == "restore":
             load(optimizer, self.saved_optimizer)
         elif outcome == "reset":
@@ -405,9 +409,6 @@ class _Work:
             _groups_of(optimizer) or (self._schedule().groups if planner.scheduler is not None else []),
             self._schedule() if planner.scheduler is not None else None,
         )
-        for name, live in planner.extras.items():
-            if self._outcome(name) == "restore":
-                live.load_state_dict(copy.deepcopy(planner.checkpoint.read(name)))
         if self._outcome("rng") == "restore":
             restore_rng(planner.checkpoint.read("rng"))
         return report
@@ -456,39 +457,3 @@ def refresh_masters(optimizer: Any, registry: Registry | None = None) -> int:
         for wrapper, refresh in (pair for pair in rules if pair[1] is not None):
             refresh(wrapper)
     return sum(refresh is not None for _, refresh in rules)
-
-
-def restore_rng(state: Any) -> None:
-    """Bring the random number generators of Python, numpy, torch and CUDA to a saved state.
-
-    Megatron, Hugging Face, Lightning and Accelerate save them under their own names; all are known.
-    """
-    if isinstance(state, (list, tuple)) and state and isinstance(state[0], Mapping):
-        state = state[0]
-    held = {
-        name: state[key]
-        for name, keys in _RNG.items()
-        if (key := next((k for k in keys if k in state), None))
-    }
-    if "python" in held:
-        version, numbers, gauss = held["python"]
-        random.setstate((version, tuple(numbers), gauss))
-    if "numpy" in held:
-        np.random.set_state(held["numpy"])
-    if "torch" in held:
-        torch.set_rng_state(held["torch"].clone())
-    if "cuda" in held and torch.cuda.is_available():
-        cuda = held["cuda"]
-        if isinstance(cuda, (list, tuple)):
-            torch.cuda.set_rng_state_all(list(cuda))
-        else:
-            torch.cuda.set_rng_state(cuda)
-
-
-_RNG = {
-    "python": ("python", "random_rng_state", "random_state", "random"),
-    "numpy": ("numpy", "np_rng_state", "numpy_random_seed", "np"),
-    "torch": ("cpu", "torch", "torch_rng_state", "torch_manual_seed"),
-    "cuda": ("cuda", "cuda_rng_state", "torch_cuda_manual_seed"),
-}
-"""By which names random number states are saved."""

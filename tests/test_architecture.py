@@ -42,6 +42,7 @@ ORDER = [
     "reset",
     "policy",
     "fit",
+    "rng",
     "resume",
 ]
 

@@ -309,11 +309,32 @@ def test_a_grad_scaler_comes_back() -> None:
     assert live.get_scale() == 256.0
 
 
-def test_random_numbers_go_on_where_they_were(repeatable: None) -> None:
-    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+def rng_state(names: tuple[str, str, str]) -> dict[str, Any]:
+    return dict(zip(names, (random.getstate(), np.random.get_state(), torch.get_rng_state()), strict=True))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("python", "numpy", "cpu"),
+        ("random_rng_state", "np_rng_state", "torch_rng_state"),
+        ("random_state", "numpy_random_seed", "torch_manual_seed"),
+    ],
+)
+def test_random_numbers_go_on_where_they_were(names: tuple[str, str, str], repeatable: None) -> None:
+    state = rng_state(names)
     right = random.random(), np.random.rand(), torch.rand(1)
-    plan_resume(policy(optimizer="fresh"), {"rng": state}, optimizer=adam()).apply()
+    plan = plan_resume(policy(optimizer="fresh"), {"rng": state}, optimizer=adam())
+    elsewhere = random.random(), np.random.rand(), torch.rand(1)
+    assert elsewhere != right, "a plan changes nothing"
+    plan.apply()
     assert (random.random(), np.random.rand(), torch.rand(1)) == right
+
+
+@pytest.mark.parametrize("kind", ["python", "numpy", "cpu", "all"])
+def test_random_numbers_that_are_none_are_refused(kind: str) -> None:
+    state: Any = {**rng_state(("python", "numpy", "cpu")), kind: "none"} if kind != "all" else {"mine": 1}
+    refused("rng of .*(cannot be restored|holds no state)", {"rng": state}, adam(), optimizer="fresh")
 
 
 # Overrides

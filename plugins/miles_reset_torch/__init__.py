@@ -14,7 +14,9 @@ from miles_reset import (
     momentum,
     variance,
 )
+from miles_reset.checkpoint import CheckpointReader, SafeGlobal
 from miles_reset.scheduler import SchedulerRule
+from miles_reset_torch._checkpoints import READERS, SAFE_GLOBALS
 from miles_reset_torch._schedulers import SCHEDULERS
 
 # With dampening, torch makes the buffer a copy of the first gradient. Without, a buffer of negative
@@ -88,3 +90,15 @@ def miles_reset_unwrap_rules() -> list[UnwrapRule]:
 def miles_reset_scheduler_rules() -> list[SchedulerRule]:
     """Return what the schedulers of torch own, and how they come back."""
     return SCHEDULERS
+
+
+@hookimpl
+def miles_reset_checkpoint_readers() -> list[CheckpointReader]:
+    """Return the readers of what torch.save and torch.distributed.checkpoint write."""
+    return READERS
+
+
+@hookimpl
+def miles_reset_safe_globals() -> list[SafeGlobal]:
+    """Return what numpy's arrays of numbers are made of: saved random number states hold some."""
+    return SAFE_GLOBALS
