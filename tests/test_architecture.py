@@ -44,6 +44,7 @@ ORDER = [
     "fit",
     "rng",
     "resume",
+    "cadence",
 ]
 
 # Besides Python's own modules. Others may import what the package requires.
@@ -69,7 +70,7 @@ FOR_PLUGINS = {"checkpoint", "scheduler"}
 """Modules that plugins import from, besides the package."""
 
 
-FOR_ADAPTERS = {"agree", "policy", "resume"}
+FOR_ADAPTERS = {"agree", "cadence", "policy", "resume"}
 """Modules that the adapters of trainers import from, too."""
 RECORDS = {"__init__", "_schedulers", "_checkpoints"}
 """The modules of a plugin that give its records, and are no adapters."""

@@ -503,6 +503,21 @@ def test_a_part_of_another_type_is_refused(part: str, junk: Any, tmp_path: Path)
     refused(f"{part}|param groups", file_of(tmp_path, **{part: junk}), adam())
 
 
+@pytest.mark.parametrize("junk", [1, "text", [], [1, 2], (1,), torch.ones(2), {"last_epoch": 1}, b"x"])
+def test_a_scheduler_of_another_type_is_refused(junk: Any, tmp_path: Path) -> None:
+    live = adam()
+    scheduler = torch.optim.lr_scheduler.StepLR(live, 3)
+    before = copy.deepcopy((live.state_dict(), scheduler.state_dict()))
+    with pytest.raises(CheckpointError, match="scheduler"):
+        plan_resume(ResumePolicy(), file_of(tmp_path, scheduler=junk), optimizer=live, scheduler=scheduler)
+    assert alike((live.state_dict(), scheduler.state_dict()), before)
+
+
+@pytest.mark.parametrize("junk", [1, "text", [], (1,), torch.ones(2), {"cpu": torch.ones(3)}, b"x"])
+def test_random_numbers_of_another_type_are_refused(junk: Any, tmp_path: Path) -> None:
+    refused("rng", file_of(tmp_path, rng=junk), adam())
+
+
 def test_a_missing_checkpoint_is_a_fresh_start_only_if_the_policy_says_so(tmp_path: Path) -> None:
     live = adam(steps=2)
     report = plan_resume(policy(on_missing="fresh"), tmp_path / "none", optimizer=live).apply()
@@ -532,7 +547,7 @@ print(now[0] - read, now[1] - resident)
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts what /proc says")
 def test_what_is_not_restored_is_not_read(tmp_path: Path) -> None:
-    size = 256 << 20
+    size = 1 << 30
     state = {
         0: {
             "step": torch.tensor(1.0),
