@@ -140,6 +140,8 @@ class Initial:
     @classmethod
     def seeded(cls, seed: int) -> Initial:
         """Return a random number generator (torch's or Python's) seeded, in place, with ``seed``."""
+        if type(seed) is not int:
+            raise TypeError(f"a seed is a whole number, not {seed!r}")
         return cls(Kind.SEEDED, seed)
 
     @classmethod

@@ -165,6 +165,10 @@ def _unknown(path: str, cls: type, inner: object, registry: Registry) -> Unknown
     hint = ""
     for alias in registry.aliases(cls):
         hint = f"{registry.claims[alias].provider} claims it as {alias}: it should claim {name}."
+    if any(class_name(base) == "torch.optim.lr_scheduler.LRScheduler" for base in cls.__mro__):
+        hint = "It is a scheduler: give its optimizer."
+    elif any(class_name(base) == "torch.nn.modules.module.Module" for base in cls.__mro__):
+        hint = "It is a module: give the optimizer."
     if inner is not None and not hint:
         hint = (
             f'It holds an optimizer; if that is all it holds, UnwrapRule("{name}", "optimizer") declares it.'

@@ -231,3 +231,9 @@ def test_a_pattern_declares_keys_of_a_group_too() -> None:
     reset_optimizer_states(optimizer, registry=registry)
     (group,) = optimizer.param_groups
     assert (group["mean_0"], group["mean_1"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("seed", ["7", 1.5, True, None])
+def test_a_seed_is_a_whole_number(seed: Any) -> None:
+    with pytest.raises(TypeError, match="a seed is a whole number"):
+        Initial.seeded(seed)

@@ -305,3 +305,18 @@ def test_a_wrapper_that_makes_another_wrapper_whenever_it_is_asked_is_refused() 
     registry = rules(UnwrapRule("elsewhere.Stranger", lambda stranger: [("0", Stranger())]))
     with pytest.raises(UnreachableStateError, match="without end"):
         walk(Stranger(), registry)
+
+
+@pytest.mark.parametrize(
+    ("build", "hint"),
+    [
+        (
+            lambda: torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(2)]), 3),
+            "It is a scheduler: give its",
+        ),
+        (lambda: torch.nn.Linear(2, 2), "It is a module: give the optimizer."),
+    ],
+)
+def test_what_is_no_optimizer_is_told_from_one_that_nobody_declared(build: Any, hint: str) -> None:
+    with pytest.raises(UnknownOptimizerError, match=hint):
+        walk(build(), load_registry())
