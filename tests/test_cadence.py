@@ -10,6 +10,7 @@ import torch
 
 from miles_reset import ResumePolicy, plan_resume
 from miles_reset.cadence import ResetClock
+from miles_reset.policy import ResetSchedule
 
 STEPS = 12
 
@@ -100,3 +101,46 @@ def test_a_reset_at_the_resume_comes_once(tmp_path: Path) -> None:
     assert entry["step"] == 0
     assert resumed.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * (0.1 + 0.9 * 6 / STEPS))
     assert resumed.run(STEPS) == [8, 12]
+
+
+def schedule_of(data: dict[str, Any]) -> ResetSchedule:
+    return ResumePolicy.from_dict({"reset": data}).reset
+
+
+class TestTheClock:
+    def count(self, schedule: dict[str, Any], counts: list[int], saved_at: int | None = None) -> list[int]:
+        """Return at which counts it resets; it is saved, and goes on in another run, where that is said."""
+        clock = ResetClock(schedule_of(schedule))
+        done = []
+        for count in counts:
+            if clock(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), count) is not None:
+                done.append(count)
+            if count == saved_at:
+                state = clock.state_dict()
+                clock = ResetClock(schedule_of(schedule))
+                clock.load_state_dict(state)
+        return done
+
+    @pytest.mark.parametrize("saved_at", [None, 3, 4, 5, 8])
+    def test_once_at_each_count_also_across_a_resume(self, saved_at: int | None) -> None:
+        resumed = [saved_at] if saved_at is not None else []
+        counts = sorted([*range(1, 10), *resumed])  # a resume asks again at its count
+        assert self.count({"every": 4}, counts, saved_at) == [4, 8]
+        assert self.count({"at": [2, 8]}, counts, saved_at) == [2, 8]
+
+    def test_what_was_passed_over_is_done(self) -> None:
+        assert self.count({"every": 4}, [3, 6, 9, 12, 13]) == [6, 9, 12]
+        assert self.count({"at": [5]}, [3, 6, 9]) == [6]
+
+    def test_another_unit_is_not_counted(self) -> None:
+        clock = ResetClock(schedule_of({"every": 1, "unit": "rollout"}))
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])
+        assert clock(optimizer, 4, unit="step") is None
+        assert clock(optimizer, 4, unit="rollout") is not None
+
+    def test_the_receipt_goes_to_the_trainers_logger_too(self) -> None:
+        lines: list[str] = []
+        clock = ResetClock(schedule_of({"at": [3]}), log=lines.append)
+        clock(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 3)
+        assert len(lines) == 1
+        assert lines[0].startswith("optimizer reset at step 3")

@@ -4,9 +4,44 @@ Rules for megatron-core 0.16 to 0.19 are held to the law through the real wrappe
 radixark add to them, and Transformer Engine's and Apex's optimizers, are declared from their sources.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles_reset import Initial, StateSchema, UnwrapRule, clock, hookimpl, kept, momentum, variance
+from miles_reset.checkpoint import CheckpointReader, SafeGlobal
+from miles_reset.scheduler import SchedulerRule
+from miles_reset_megatron._checkpoints import READERS
+from miles_reset_megatron._schedulers import SCHEDULERS
+
+if TYPE_CHECKING:
+    from miles_reset_megatron._adapter import load_lora_adapter, save_lora_adapter
+    from miles_reset_megatron._arguments import add_arguments, policy_from_args
+    from miles_reset_megatron._training import resume_training
+
+_LATER = {
+    "add_arguments": "_arguments",
+    "load_lora_adapter": "_adapter",
+    "policy_from_args": "_arguments",
+    "resume_training": "_training",
+    "save_lora_adapter": "_adapter",
+}
+"""What a trainer calls. It is imported when it is first asked for: a reset needs none of it."""
+
+__all__ = [
+    "add_arguments",
+    "load_lora_adapter",
+    "policy_from_args",
+    "resume_training",
+    "save_lora_adapter",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+
 
 _OPTIMIZER = "megatron.core.optimizer"
 
@@ -96,3 +131,21 @@ def miles_reset_unwrap_rules() -> list[UnwrapRule]:
         UnwrapRule(f"{_OPTIMIZER}.cpu_offloading.hybrid_optimizer.HybridDeviceOptimizer", "sub_optimizers",
             kept("master_param", at="child"), stale_groups="delete", refresh_masters=_refresh_copies),
     ]  # fmt: skip
+
+
+@hookimpl
+def miles_reset_scheduler_rules() -> list[SchedulerRule]:
+    """Return how Megatron's scheduler comes back."""
+    return SCHEDULERS
+
+
+@hookimpl
+def miles_reset_checkpoint_readers() -> list[CheckpointReader]:
+    """Return the readers of Megatron's checkpoints and of miles'."""
+    return READERS
+
+
+@hookimpl
+def miles_reset_safe_globals() -> list[SafeGlobal]:
+    """Return the classes that HybridDeviceOptimizer's saved groups name; they are not called."""
+    return [SafeGlobal(f"torch.optim.{name}") for name in ("adam.Adam", "adamw.AdamW", "sgd.SGD")]
