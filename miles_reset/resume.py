@@ -368,7 +368,7 @@ class _Work:
             if isinstance(self.saved_scheduler, list) and len(self.saved_scheduler) == 1:
                 self.saved_scheduler = self.saved_scheduler[0]
             schedule.check(self.saved_scheduler, saved.where)
-            planner.notes += schedule.forgotten(self.saved_scheduler)
+            planner.notes += schedule.forgotten(self.saved_scheduler, self.groups)
             try:
                 copied.restore(self.saved_scheduler, self.groups)
             except Exception as error:

@@ -159,9 +159,12 @@ class Schedule:
         elif not isinstance(state, Mapping):
             raise CheckpointError(where, "scheduler", f"is a {type(state).__name__}, not a mapping.")
 
-    def forgotten(self, state: Any) -> list[str]:
-        """Return what the saved state lacks, and this scheduler gives."""
+    def forgotten(self, state: Any, saved_groups: Sequence[Any] | None) -> list[str]:
+        """Return what was not saved, and is what the live scheduler or its groups give."""
         found: list[str] = []
+        if saved_groups is None and rule_of(self.scheduler, self.rules) is DEFAULT:
+            name = type(self.scheduler).__name__
+            found.append(f"no plugin has a rule for {name}: the rate is what its load_state_dict leaves")
         for one, saved in _paired(self.scheduler, state):
             rule = rule_of(one, self.rules)
             if rule.forgets is not None:

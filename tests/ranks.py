@@ -56,6 +56,8 @@ def _run_rank(
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
         runpy.run_path(file)[name](*args)
+        store.set(f"rank {rank} is done", "")
+        store.wait([f"rank {other} is done" for other in range(world_size)])  # some still read from this one
     except BaseException:
         # Said before the group ends: its end breaks the connections of the other ranks.
         failures.put(f"rank {rank} failed:\n{traceback.format_exc()}")

@@ -163,3 +163,28 @@ def test_a_state_about_other_groups_is_refused() -> None:
         plan_resume(
             ResumePolicy(optimizer="fresh"), saved, optimizer=resumed.optimizer, scheduler=resumed.scheduler
         )
+
+
+class Halving:
+    """A scheduler that is none of torch's, and that no plugin knows."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer, self.count = optimizer, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_a_scheduler_without_a_rule_gets_the_saved_rate_or_it_is_said(in_file: bool) -> None:
+    run, resumed = Run("StepLR", "SGD", 0.5), Run("StepLR", "SGD", 0.1)
+    saved = {"optimizer": run.optimizer.state_dict() if in_file else None, "scheduler": {"count": 3}}
+    policy = ResumePolicy.from_dict({"optimizer": "fresh", "iteration": 3})
+    scheduler = Halving(resumed.optimizer)
+    report = plan_resume(policy, saved, optimizer=resumed.optimizer, scheduler=scheduler).apply()
+    assert scheduler.count == 3
+    assert resumed.optimizer.param_groups[0]["lr"] == (0.5 if in_file else 0.1)
+    assert any("no plugin has a rule for Halving" in note for note in report.notes) == (not in_file)
