@@ -221,7 +221,8 @@ class _Found:
     def scatter(self) -> None:
         """Give the optimizers that share out their state their moments and master weights."""
         for child, content in self.shared:
-            with torch.no_grad(), _only(child.optimizer, child.optimizer_state_keys):
+            keys = getattr(child, "optimizer_state_keys", ("exp_avg", "exp_avg_sq"))  # 0.16 knows Adam alone
+            with torch.no_grad(), _only(child.optimizer, keys):
                 child.load_parameter_state_from_dp_zero(content)
             hand_down = getattr(child.optimizer, "_sync_hdo_state_to_sub_optimizers", None)
             if hand_down is not None:  # a HybridDeviceOptimizer steps with what those inside it hold
