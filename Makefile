@@ -10,7 +10,7 @@ ARGS ?=
 
 # megatron-core has wheels for Linux alone, where torch comes in its CUDA build: 3 GB, and it runs
 # on a CPU too.
-EXTRAS ?= $(if $(filter Linux,$(shell uname -s)),megatron$(comma))trainers,demo,test,lint,docs
+EXTRAS ?= $(if $(filter Linux,$(shell uname -s)),megatron$(comma))trainers,ecosystem,demo,test,lint,docs
 comma := ,
 
 # The first Python that is new enough: the environment's, else each of PYTHONS on the PATH and under

@@ -310,7 +310,10 @@ def same_bits(mine: Any, fresh: Any) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return local(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    flat = local(tensor).detach().cpu().reshape(-1)
+    return flat.clone(memory_format=torch.contiguous_format).view(
+        torch.uint8
+    )  # one alone may have any stride
 
 
 def _gap(mine: Any, fresh: Any) -> str:

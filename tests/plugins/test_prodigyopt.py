@@ -1,0 +1,45 @@
+"""Hold Prodigy to the law of a reset."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from variants import Options, Setting, Table, cast, no_gradient
+
+from miles_reset.testing import Parameters, sample_parameters
+
+prodigyopt = pytest.importorskip("prodigyopt")
+
+VARIANTS: list[Options] = [
+    {},
+    {"weight_decay": 0.05},
+    {"safeguard_warmup": True},
+    {"use_bias_correction": True},
+    {"growth_rate": 1.02},
+    {"d0": 0.01},
+    {"slice_p": 11},
+    {"beta3": 0.9, "decouple": False, "weight_decay": 0.05},
+    {"betas": (0.0, 0.999)},
+]
+
+
+def one_is_zero() -> Parameters:
+    parameters = sample_parameters()
+    parameters[0].data.zero_()
+    return parameters
+
+
+SETTINGS = {
+    "plain": Setting(),
+    "no gradient": Setting(build=no_gradient, once=True),
+    "bfloat16": Setting(parameters=cast(torch.bfloat16), once=True),
+    "a parameter of zeros": Setting(parameters=one_is_zero, once=True),
+}
+TABLE = Table({"Prodigy": prodigyopt.Prodigy}, {"Prodigy": VARIANTS}, SETTINGS, {})
+
+
+@pytest.mark.parametrize("case", TABLE.cases())
+def test_a_reset_is_fresh(case: Any) -> None:
+    case.assert_reset_is_fresh()
