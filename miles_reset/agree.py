@@ -39,7 +39,7 @@ def agree(
     facts: Mapping[str, Any] | None = None,
     *,
     group: Any = None,
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta | float = TIMEOUT,
 ) -> None:
     """Exchange verdicts with all ranks of a group, and refuse together where one refuses.
 
@@ -63,19 +63,21 @@ def agree(
     _judge(exchange(mine, group=group, timeout=timeout), refused)
 
 
-def exchange(value: Any, *, group: Any = None, timeout: timedelta = TIMEOUT) -> dict[int, Any]:
+def exchange(value: Any, *, group: Any = None, timeout: timedelta | float = TIMEOUT) -> dict[int, Any]:
     """Return what all ranks of a group say, by rank.
 
     Args:
         value: What this rank says; it must be picklable.
         group: The ranks; all, by default.
-        timeout: How long to wait for the others.
+        timeout: How long to wait for the others; a number is of seconds.
 
     Raises:
         RankDisagreementError: A rank does not answer in time.
     """
     if not initialized() or dist.get_world_size(group) == 1:
         return {dist.get_rank() if initialized() else 0: value}
+    if not isinstance(timeout, timedelta):
+        timeout = timedelta(seconds=timeout)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     said: list[Any] = [None] * len(ranks)
     try:

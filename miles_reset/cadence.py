@@ -21,7 +21,8 @@ class ResetClock:
     """Resets an optimizer when a policy's ``[reset]`` says so. It is saved and restored as a part of its own.
 
     Call it after each unit, and save it after that. What was due at the saved count and had not been done is
-    done at the next call, and what had been done is not done again::
+    done at the next call, and what had been done is not done again. One that was never saved begins with the
+    count before its first call: what was due earlier is not made up for::
 
         clock = ResetClock(policy.reset)
         start = plan_resume(policy, path, ..., extras={"reset_clock": clock}).apply().iteration

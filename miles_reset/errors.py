@@ -160,7 +160,8 @@ class PolicyError(ResetError):
     """
 
     def __init__(self, part: str, problem: str) -> None:
-        super().__init__(f"Policy, {part}: {problem} {NOTHING_CHANGED}")
+        about = "" if part == "policy" else f", {part}"
+        super().__init__(f"Policy{about}: {problem} {NOTHING_CHANGED}")
         self.part = part
 
 
@@ -206,6 +207,9 @@ class RankDisagreementError(ResetError):
     """
 
     def __init__(self, verdicts: Mapping[int, str], why: str = "one refuses, so none goes on") -> None:
-        said = " ".join(f"Rank {rank}: {verdict.rstrip()}" for rank, verdict in sorted(verdicts.items()))
-        super().__init__(f"The ranks do not agree: {why}. {said} {NOTHING_CHANGED}")
+        each = {
+            rank: said.replace(NOTHING_CHANGED, "").rstrip(" .") for rank, said in sorted(verdicts.items())
+        }
+        said = "; ".join(f"rank {rank}: {verdict}" for rank, verdict in each.items())
+        super().__init__(f"The ranks do not agree: {why}. Of them, {said}. {NOTHING_CHANGED}")
         self.verdicts = dict(verdicts)

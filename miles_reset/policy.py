@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 import json
+import re
 import tomllib
+from collections import Counter
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
@@ -35,7 +37,7 @@ OptimizerAction = Literal["restore", "restore-if-present", "fresh", "reset"]
 Unit = Literal["step", "epoch", "rollout", "sample"]
 Override = bool | int | float | str | list[float]
 
-LARGEST = 1 << 20
+LARGEST = 1 << 16
 """The bytes that a policy file may have. Real ones have a few hundred."""
 DEEPEST = 20
 """How deep a YAML policy may be nested. Real ones are 2 deep."""
@@ -250,8 +252,9 @@ def _read(path: Path) -> Any:
     try:
         with path.open("rb") as file:
             raw = file.read(LARGEST + 1)
-    except OSError as error:
-        raise PolicyError("policy", f"{path} cannot be read: {error.strerror or error}.") from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        reason = getattr(error, "strerror", None) or error
+        raise PolicyError("policy", f"{path} cannot be read: {reason}.") from error
     if len(raw) > LARGEST:
         raise PolicyError("policy", f"{path} has more than {LARGEST:,} bytes, and is no policy.")
     try:
@@ -260,8 +263,11 @@ def _read(path: Path) -> Any:
             return tomllib.loads(text)
         _scan(text, path)
         return yaml.load(text, _NoDuplicates)  # a SafeLoader
-    except (tomllib.TOMLDecodeError, yaml.YAMLError, UnicodeDecodeError, ValueError, RecursionError) as error:
-        raise PolicyError("policy", f"{path} is not readable as {suffix[1:].upper()}: {error}") from error
+    except PolicyError:
+        raise
+    except Exception as error:
+        what = " ".join(str(error).split()) or type(error).__name__
+        raise PolicyError("policy", f"{path} is not readable as {suffix[1:].upper()}: {what}.") from error
 
 
 def _scan(text: str, path: Path) -> None:
@@ -288,10 +294,15 @@ class _NoDuplicates(yaml.SafeLoader):
     """Refuses a key that is there twice, as TOML does."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        if twice := sorted({str(key) for key in keys if keys.count(key) > 1}):
+        counted = Counter(str(self.construct_object(key, deep=True)) for key, _ in node.value)
+        if twice := sorted(key for key, count in counted.items() if count > 1):
             raise ValueError(f"{', '.join(twice)} is there twice")
         return super().construct_mapping(node, deep)
+
+
+_NoDuplicates.add_implicit_resolver(  # 1e-4, which YAML 1.1 takes for text
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
 
 
 def _explain(cls: type[BaseModel], error: ValidationError, source: str) -> tuple[str, str]:

@@ -18,10 +18,10 @@ import torch
 
 from miles_reset.agree import TIMEOUT, agree, initialized
 from miles_reset.checkpoint.opening import open_checkpoint
-from miles_reset.checkpoint.saved import Checkpoint, Saved
+from miles_reset.checkpoint.saved import Checkpoint, Saved, check_sizes
 from miles_reset.discovery import default_registry
 from miles_reset.errors import CheckpointError, PolicyError, ResetError
-from miles_reset.fit import fitted, is_plain, load, saved_groups
+from miles_reset.fit import fitted, is_plain, load, match, saved_groups
 from miles_reset.policy import PARTS, ResumePolicy, Verdict, decide
 from miles_reset.registry import Registry
 from miles_reset.report import ResetReport
@@ -92,8 +92,7 @@ class _Told:
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
         rates = ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(self.rates)) or "not known"
-        unit = f" {self.unit}" if self.unit else ""
-        where = f"iteration{unit} {self.iteration if self.iteration is not None else 'not known'}"
+        where = f"{self.unit or 'iteration'} {self.iteration if self.iteration is not None else 'not known'}"
         return "\n".join(
             [f"{done} {where}, learning rate {rates}.", *rows, *(f"note: {n}" for n in self.notes)]
         )
@@ -151,7 +150,7 @@ def plan_resume(
     model: Any = None,
     extras: Mapping[str, Any] | None = None,
     group: Any = None,
-    timeout: timedelta = TIMEOUT,
+    timeout: timedelta | float = TIMEOUT,
     registry: Registry | None = None,
 ) -> ResumePlan:
     """Work out what a policy does with a checkpoint and live objects, and check that it can be done.
@@ -166,7 +165,7 @@ def plan_resume(
         model: The live model: its names are used where the optimizer has none.
         extras: Further live parts by name: what has ``load_state_dict``. ``grad_scaler`` is one.
         group: The ranks that must agree; all, by default.
-        timeout: How long ranks wait for each other.
+        timeout: How long ranks wait for each other; a number is of seconds.
         registry: Where plugins' records are looked up; the installed plugins by default.
 
     Raises:
@@ -188,19 +187,27 @@ def plan_resume(
         facts["iteration"] = plan.iteration
     except ResetError as error:
         refused = error
+    except Exception as error:  # noqa: BLE001  # other ranks wait for this one's verdict
+        refused = CheckpointError(_path_of(checkpoint), "", f"cannot be resumed from: {error!r}.")
+        refused.__cause__ = error
     agree(refused, facts, group=group, timeout=timeout)
     assert plan is not None
     return plan
 
 
+def _path_of(checkpoint: Any) -> str:
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint.path
+    return "the mapping" if isinstance(checkpoint, Mapping) else str(checkpoint)
+
+
 def _opened(policy: ResumePolicy, checkpoint: Any, registry: Registry) -> Checkpoint:
     if isinstance(checkpoint, Checkpoint):
         return checkpoint
-    if (
-        policy.on_missing == "fresh"
-        and not isinstance(checkpoint, Mapping)
-        and not os.path.lexists(checkpoint)
-    ):
+    if not isinstance(checkpoint, Mapping) and not os.path.lexists(checkpoint):
+        if policy.on_missing == "refuse":
+            problem = 'is not there. To start without one, say on_missing = "fresh" in the policy.'
+            raise CheckpointError(str(checkpoint), "", problem)
         return Checkpoint(str(checkpoint), "none", {}, facts={"missing": "there is no checkpoint"})
     return open_checkpoint(checkpoint, allow=policy.allow, registry=registry)
 
@@ -215,15 +222,18 @@ class _Planner:
     extras: dict[str, Any]
     registry: Registry
     group: Any
-    timeout: timedelta
+    timeout: timedelta | float
     notes: list[str] = field(default_factory=list)
 
     def plan(self) -> ResumePlan:
         self._check_world()
         live = {"optimizer": self.optimizer, "scheduler": self.scheduler, **self.extras}
+        self._check_live(live)
         if unknown := sorted(set(self.policy.extras) - set(self.extras)):
             raise PolicyError(
-                unknown[0], f"it is an extra of the policy, and the trainer gives {_named(self.extras)}."
+                unknown[0],
+                f"it is an extra of the policy, and the trainer gives {_named(self.extras)}: take it out of "
+                "[extras], or give it.",
             )
         verdicts = {
             name: self._decide(name, live.get(name)) for name in dict.fromkeys([*PARTS, *self.extras])
@@ -247,15 +257,50 @@ class _Planner:
             problem = f"was saved by {saved} ranks, and this run has {now}."
             raise CheckpointError(self.checkpoint.path, "", problem)
 
+    def _check_live(self, live: Mapping[str, Any]) -> None:
+        if taken := sorted({"optimizer", "scheduler", "iteration", "rng"} & set(self.extras)):
+            raise PolicyError(taken[0], "it is a part of its own, and cannot be an extra.")
+        for name, part in live.items():
+            if part is not None and not callable(getattr(part, "load_state_dict", None)):
+                raise PolicyError(
+                    name, f"the live one is a {type(part).__name__}, which has no load_state_dict()."
+                )
+        if self.optimizer is not None and self.scheduler is not None:
+            own = {id(group) for group in _groups_of(self.optimizer)}
+            if own.isdisjoint(map(id, self._schedule().groups)):
+                raise PolicyError("scheduler", "the live one is over another optimizer than the live one.")
+        name, saved = "grad_scaler", self.checkpoint.part("grad_scaler")
+        if (
+            name in self.extras
+            and saved.there
+            and saved.read() == {}
+            and self.extras[name].state_dict() != {}
+        ):
+            raise CheckpointError(saved.where, name, "is empty: it was saved where it was disabled.")
+
+    def _schedule(self) -> Schedule:
+        return Schedule(self.scheduler, self.registry.table(SchedulerRule))
+
     def _decide(self, name: str, live: Any) -> Verdict:
-        saved, action = self._saved(name), self.policy.action(name)
+        saved, action = self._saved(name), self._action(name)
         if self.checkpoint.format == "none" and not isinstance(action, int):
             return Verdict(
                 "fresh" if live is not None or name == "iteration" else "skip", "there is no checkpoint"
             )
         is_live = live is not None or name in ("iteration", "rng")
         chosen = self.policy.chosen_by(name) != "default"
-        return decide(action, saved.presence, live=is_live, chosen=chosen)
+        verdict = decide(action, saved.presence, live=is_live, chosen=chosen)
+        if name == "optimizer" and verdict.outcome == "restore" and self.policy.reset.on_resume:
+            return Verdict("reset", "the policy resets it when a run resumes")
+        return verdict
+
+    def _action(self, name: str) -> str | int:
+        """Return what the policy says; a clock that nothing was said about goes the way of the iteration."""
+        chosen = self.policy.action(name)
+        counts_anew = self.policy.iteration != "restore" and self.policy.iteration != "restore-if-present"
+        if name == "reset_clock" and name not in self.policy.extras and counts_anew:
+            return "fresh"
+        return chosen
 
     def _saved(self, name: str) -> Saved:
         return self.checkpoint.part(name)
@@ -263,7 +308,7 @@ class _Planner:
     def _line(self, name: str, verdict: Verdict) -> PartLine:
         saved = self._saved(name)
         what = saved.where if saved.there else str(saved.presence)
-        action, chosen_by = str(self.policy.action(name)), self.policy.chosen_by(name)
+        action, chosen_by = str(self._action(name)), self.policy.chosen_by(name)
         return PartLine(name, what, action, chosen_by, verdict.outcome, verdict.reason)
 
 
@@ -276,9 +321,11 @@ class _Work:
     iteration: int | None = None
     fresh: ResetPlan | None = None
     saved_optimizer: Any = None
+    cast: frozenset[tuple[Any, str]] = frozenset()
     saved_scheduler: Any = None
     groups: list[Mapping[str, Any]] | None = None
     own: list[dict[str, Any]] | None = None
+    own_state: Any = None
 
     def prepare(self) -> Sequence[float]:
         """Check all that may fail, and return the rate of each group after the resume."""
@@ -312,55 +359,57 @@ class _Work:
 
     def _prepare_optimizer(self) -> None:
         planner, optimizer, outcome = self.planner, self.planner.optimizer, self._outcome("optimizer")
-        saved = planner.checkpoint.part("optimizer")
-        content = saved.read() if saved.there else None
-        groups = saved_groups(content) if content is not None else []
-        if outcome in ("restore", "reset"):
-            if outcome == "restore" and is_plain(optimizer):
-                content, notes = fitted(self._with_names(optimizer), content, saved.where)
-                planner.notes += notes
-            elif len(groups) != len(_groups_of(optimizer)):
-                problem = f"has {len(groups)} param groups, the live one {len(_groups_of(optimizer))}."
-                raise CheckpointError(saved.where, "optimizer", problem)
-            self.saved_optimizer = content
-        if len(groups) == len(_groups_of(optimizer)) > 0:
-            self.groups = groups
-        elif self._outcome("scheduler") == "restore":
+        saved, live = planner.checkpoint.part("optimizer"), _groups_of(optimizer)
+        if outcome == "restore" and is_plain(optimizer):
+            fit = fitted(optimizer, saved.read(), saved.where, self._names())
+            self.saved_optimizer, self.cast, self.groups = fit.content, fit.cast, fit.content["param_groups"]
+            planner.notes += fit.notes
+        elif outcome in ("restore", "reset"):
+            self.saved_optimizer = saved.read()
+            check_sizes(self.saved_optimizer, saved.where, "optimizer")
+            self.groups = self._groups(saved_groups(self.saved_optimizer), saved.where)
+        elif self._outcome("scheduler") == "restore" and saved.there:
+            try:
+                self.groups = self._groups(saved_groups(saved.read()), saved.where) if live else None
+            except Exception as error:  # noqa: BLE001  # it is not restored: the scheduler may know enough
+                planner.notes.append(f"the saved param groups are of no use: {error}")
+        if self._outcome("scheduler") == "restore" and not self.groups:
             planner.notes.append(
                 "no param groups that fit were saved: the rate comes from the scheduler's own state"
             )
-        if outcome != "restore" or planner.policy.reset.on_resume:
+        if outcome != "restore":
             self.fresh = plan_reset(optimizer, registry=planner.registry)
 
-    def _with_names(self, optimizer: Any) -> Any:
-        """Return the optimizer, or one like it whose groups have the names that the model gives."""
-        if self.planner.model is None or all("param_names" in group for group in optimizer.param_groups):
-            return optimizer
+    def _groups(self, groups: list[Mapping[str, Any]], where: str) -> list[Mapping[str, Any]]:
+        """Return the saved groups, once it is seen that they are about the live parameters."""
+        live = _groups_of(self.planner.optimizer)
+        if isinstance(self.planner.optimizer, torch.optim.Optimizer):
+            match(groups, live, self._names(), where)
+        elif len(groups) != len(live):
+            problem = f"has {len(groups)} param groups, the live one {len(live)}."
+            raise CheckpointError(where, "optimizer", problem)
+        return groups
+
+    def _names(self) -> dict[int, str]:
         named = getattr(self.planner.model, "named_parameters", None)
-        names = {id(parameter): name for name, parameter in named()} if named else {}
-        groups = []
-        for group in optimizer.param_groups:
-            known = [names.get(id(parameter)) for parameter in group["params"]]
-            groups.append({**group, "param_names": known} if all(known) else group)
-        like = copy.copy(optimizer)
-        like.param_groups, like.state = groups, optimizer.state
-        return like
+        return {id(parameter): name for name, parameter in named()} if named else {}
 
     def _rates_without(self) -> list[float]:
         back = self._outcome("optimizer") in ("restore", "reset") and self.groups
+        held = (self.groups if back else None) or _groups_of(self.planner.optimizer)
         groups = [
-            dict(group) for group in (self.groups if back else None) or _groups_of(self.planner.optimizer)
+            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in held
         ]
         override(self.planner.policy.overrides, groups, None)
         return [float(group["lr"]) for group in groups if "lr" in group]
 
-    def _schedule(self) -> Schedule:
-        return Schedule(self.planner.scheduler, self.planner.registry.table(SchedulerRule))
-
     def _rehearse(self) -> list[float]:
         """Try on copies what may fail, and return the rates that come out."""
-        planner, schedule = self.planner, self._schedule()
-        self.own = schedule.owned(schedule.groups)
+        planner, schedule = self.planner, self.planner._schedule()
+        self.own, self.own_state = (
+            schedule.owned(schedule.groups),
+            copy.deepcopy(schedule.scheduler.state_dict()),
+        )
         saved = planner.checkpoint.part("scheduler")
         copied = schedule.rehearsal()
         if self._outcome("scheduler") == "restore":
@@ -373,9 +422,11 @@ class _Work:
                 copied.restore(self.saved_scheduler, self.groups)
             except Exception as error:
                 raise CheckpointError(saved.where, "scheduler", f"cannot be restored: {error!r}.") from error
+        elif schedule.stepped:
+            planner.notes.append("the live scheduler has stepped before: it goes on from there")
         try:
             override(planner.policy.overrides, copied.groups, copied)
-        except (ValueError, TypeError, AttributeError) as error:
+        except (ValueError, TypeError, AttributeError, ArithmeticError) as error:
             raise PolicyError("overrides", f"they cannot be applied: {error!r}.") from error
         rates = [float(group["lr"]) for group in copied.groups if "lr" in group]
         floor = getattr(planner.scheduler, "min_lr", getattr(planner.scheduler, "eta_min", None))
@@ -384,31 +435,43 @@ class _Work:
         return rates
 
     def carry_out(self) -> ResetReport | None:
+        planner = self.planner
+        facts = {"iteration": self.iteration}
+        agree(self._unreadable(), facts, group=planner.group, timeout=planner.timeout)
+        done: list[str] = []
+        try:
+            return self._change(done)
+        except Exception as error:
+            changed = ", ".join(done) or "nothing"
+            raise ResetError(
+                f"The resume failed midway: {error!r}. Changed for certain: {changed}. Build the run anew."
+            ) from error
+
+    def _change(self, done: list[str]) -> ResetReport | None:
+        """Change the live parts, noting each that is done."""
         planner, optimizer, outcome = self.planner, self.planner.optimizer, self._outcome("optimizer")
-        agree(self._unreadable(), {"iteration": self.iteration}, group=planner.group, timeout=planner.timeout)
         report = None
+        if outcome == "restore":
+            load(optimizer, self.saved_optimizer, self.cast)
+        elif outcome == "reset":
+            self._put_hyper_parameters()
+        if optimizer is not None and outcome != "restore":
+            report = plan_reset(optimizer, registry=planner.registry).apply()
+            refresh_masters(optimizer, planner.registry)
+        done.append("optimizer")
+        schedule = planner._schedule() if planner.scheduler is not None else None
+        if schedule is not None:
+            if self._outcome("scheduler") == "restore":
+                schedule.restore(self.saved_scheduler, self.groups)
+            else:
+                schedule.restore(self.own_state, self.own)
+            done.append("scheduler")
+        groups = _groups_of(optimizer) or (schedule.groups if schedule is not None else [])
+        override(planner.policy.overrides, groups, schedule)
         for name, live in planner.extras.items():
             if self._outcome(name) == "restore":
                 live.load_state_dict(copy.deepcopy(planner.checkpoint.read(name)))
-        if outcome == "restore":
-            load(optimizer, self.saved_optimizer)
-        elif outcome == "reset":
-            self._put_hyper_parameters()
-        if optimizer is not None and (outcome != "restore" or planner.policy.reset.on_resume):
-            report = plan_reset(optimizer, registry=planner.registry).apply()
-        if optimizer is not None and outcome != "restore":
-            refresh_masters(optimizer, planner.registry)
-        if planner.scheduler is not None:
-            schedule = self._schedule()
-            if self._outcome("scheduler") == "restore":
-                schedule.restore(self.saved_scheduler, self.groups)
-            elif self.own is not None and outcome in ("restore", "reset"):
-                schedule.put(self.own)
-        override(
-            planner.policy.overrides,
-            _groups_of(optimizer) or (self._schedule().groups if planner.scheduler is not None else []),
-            self._schedule() if planner.scheduler is not None else None,
-        )
+                done.append(name)
         if self._outcome("rng") == "restore":
             restore_rng(planner.checkpoint.read("rng"))
         return report
@@ -430,9 +493,8 @@ class _Work:
         }  # fmt: skip
         for group, saved in zip(_groups_of(self.planner.optimizer), self.groups or (), strict=False):
             for key, value in saved.items():
-                if key in ("params", "param_names") or key in clocks:
-                    continue
-                put(group, key, value)
+                if key in group and key not in ("params", "param_names") and key not in clocks:
+                    put(group, key, value)
 
 
 def _groups_of(optimizer: Any) -> list[Any]:

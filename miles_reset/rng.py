@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from miles_reset.checkpoint.saved import check_sizes
 from miles_reset.errors import CheckpointError
 
 _NAMES = {
@@ -27,10 +28,17 @@ def check_rng(state: Any, where: str) -> None:
         CheckpointError: They are no states of generators.
     """
     found = _known(state)
-    if not found and state != {}:  # a trainer that restores them itself gives an empty one
+    check_sizes(found, where, "rng")
+    if not found and not (
+        isinstance(state, Mapping) and not state
+    ):  # a trainer that restores them itself gives an empty one
         raise CheckpointError(where, "rng", "holds no state of a random number generator that is known.")
     try:
         _set(found, random.Random().setstate, np.random.RandomState().set_state, torch.Generator().set_state)
+        cuda = found.get("cuda", [])
+        for one in cuda if isinstance(cuda, (list, tuple)) else [cuda]:
+            if not isinstance(one, torch.Tensor) or one.dtype is not torch.uint8:
+                raise TypeError("no state of a CUDA device")
     except Exception as error:
         raise CheckpointError(where, "rng", f"cannot be restored: {error!r}.") from error
 
@@ -42,7 +50,7 @@ def restore_rng(state: Any) -> None:
     if "cuda" in found and torch.cuda.is_available():
         cuda = found["cuda"]
         if isinstance(cuda, (list, tuple)):
-            torch.cuda.set_rng_state_all(list(cuda))
+            torch.cuda.set_rng_state_all(list(cuda)[: torch.cuda.device_count()])
         else:
             torch.cuda.set_rng_state(cuda)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -29,6 +31,7 @@ class SchedulerRule:
             no groups were saved.
         rebase: ``rebase(scheduler, rate)`` makes its schedule one that starts from another rate, and writes
             the rate that it would have now; None if ``lr`` cannot be overridden under it.
+        settings: Its attributes that may be overridden; it is stepped by nothing after that.
         forgets: ``forgets(scheduler, state)`` returns what the state lacks, and the live one gives.
         override: Whether it takes the place of another plugin's rule for the class.
     """
@@ -38,6 +41,7 @@ class SchedulerRule:
     restore: Callable[[Any, Any], None] | None = None
     settle: Callable[[Any], None] | None = None
     rebase: Callable[[Any, float], None] | None = None
+    settings: Sequence[str] = ()
     forgets: Callable[[Any, Any], Sequence[str]] | None = None
     override: bool = False
 
@@ -72,6 +76,17 @@ class Schedule:
             one = waiting.pop()
             yield one
             waiting += getattr(one, "_schedulers", ())
+
+    def active(self) -> Iterator[Any]:
+        """Yield the scheduler, and those inside it whose turn it is."""
+        waiting = [self.scheduler]
+        while waiting:
+            one = waiting.pop()
+            yield one
+            inner = getattr(one, "_schedulers", ())
+            if hasattr(one, "_milestones"):
+                inner = [inner[bisect_right(one._milestones, one.last_epoch)]]
+            waiting += inner
 
     @property
     def groups(self) -> list[Group]:
@@ -114,20 +129,20 @@ class Schedule:
         else:
             self.scheduler.load_state_dict(state)
         if saved_groups is None:
-            for one in reversed(list(self.all())):  # those inside first
+            for one in reversed(list(self.active())):  # those inside first
                 if (settle := rule_of(one, self.rules).settle) is not None:
                     settle(one)
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The numbers and words that it was built with."""
-        held = getattr(self.scheduler, "__dict__", {})
-        counts = ("last_epoch", "num_bad_epochs", "best", "cooldown_counter", "T_cur", "num_steps")
-        return {
-            key: value
-            for key, value in held.items()
-            if type(value) in (int, float, str) and not key.startswith("_") and key not in counts
-        }
+    def settings(self) -> tuple[str, ...]:
+        """Its attributes that may be overridden."""
+        return tuple(rule_of(self.scheduler, self.rules).settings)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether it is further than one that was just built."""
+        counts = (getattr(self.scheduler, key, 0) for key in ("last_epoch", "num_steps"))
+        return any(isinstance(count, int) and count > 0 for count in counts)
 
     def rebase(self, rate: float) -> None:
         """Make it a schedule that starts from another rate.
@@ -137,15 +152,14 @@ class Schedule:
         """
         rebase = rule_of(self.scheduler, self.rules).rebase
         if rebase is None:
-            name, known = type(self.scheduler).__name__, ", ".join(sorted(self.settings))
-            raise PolicyError("overrides", f"'lr' is not what {name} starts from; its settings are {known}.")
+            name, other = type(self.scheduler).__name__, ", ".join(self.settings)
+            hint = (
+                f"override {other}"
+                if other
+                else 'build it with the rates that you want, and scheduler = "fresh"'
+            )
+            raise PolicyError("overrides", f"'lr' is not what {name} starts from; {hint}.")
         rebase(self.scheduler, rate)
-
-    def refresh(self) -> None:
-        """Write what it owns anew, after its settings were changed."""
-        step = getattr(self.scheduler, "step", None)
-        if step is not None and hasattr(self.scheduler, "num_steps"):
-            step(increment=0)
 
     def check(self, state: Any, where: str) -> None:
         """Refuse a saved state that is not one of this scheduler's.
@@ -178,8 +192,11 @@ class Schedule:
             {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
             for group in live.param_groups
         ]
+        functions = (getattr(one, "lr_lambdas", ()) for one in self.all())
+        shared = [owner for each in functions for fn in each if (owner := getattr(fn, "__self__", None))]
         stand_in = SimpleNamespace(param_groups=groups, step=None, defaults=getattr(live, "defaults", {}))
-        return Schedule(copy.deepcopy(self.scheduler, {id(live): stand_in}), self.rules)
+        memo = {id(live): stand_in, **{id(owner): owner for owner in shared}}  # a trainer's method, say
+        return Schedule(copy.deepcopy(self.scheduler, memo), self.rules)
 
 
 def override(values: Mapping[str, Any], groups: Sequence[Group], schedule: Schedule | None) -> None:
@@ -190,30 +207,63 @@ def override(values: Mapping[str, Any], groups: Sequence[Group], schedule: Sched
     Raises:
         PolicyError: A value is in no group and no setting, or its scheduler would overwrite it.
     """
-    settings = schedule.settings if schedule is not None else {}
-    held = {key for group in groups for key in group} - {"params", "param_names"} | settings.keys()
+    settings = schedule.settings if schedule is not None else ()
+    held = {key for group in groups for key in group if key not in ("params", "param_names")} | {*settings}
     for key, given in values.items():
-        value: Any = tuple(given) if isinstance(given, list) else given
         if key not in held:
             near = get_close_matches(key, sorted(held), n=1)
             hint = f"the nearest is {near[0]!r}" if near else f"there are {', '.join(sorted(held)) or 'none'}"
-            raise PolicyError(
-                "overrides", f"{key!r} is in no param group and no setting of a scheduler; {hint}."
-            )
+            problem = f"{key!r} is in no param group and no setting of a scheduler; {hint}."
+            raise PolicyError("overrides", problem)
+        now = [group[key] for group in groups if key in group]
+        now += [getattr(schedule.scheduler, key)] if schedule is not None and key in settings else []
+        value = _of_kind(key, given, now)
+        if key == "lr" and len({float(rate) for rate in _first_rates(groups)}) > 1:
+            raise PolicyError("overrides", "'lr' would give one rate to groups that have different ones.")
         if key == "lr" and schedule is not None:
             schedule.rebase(value)
             continue
-        if schedule is not None and key in schedule.owns and key not in settings:
-            name, known = type(schedule.scheduler).__name__, ", ".join(sorted(settings))
-            problem = f"{key!r} is set anew by {name} at each step; its settings are {known}."
-            raise PolicyError("overrides", problem)
-        if key in settings:
-            setattr(schedule.scheduler, key, value)  # type: ignore[union-attr]  # who has settings is there
+        if schedule is not None and key not in settings and _is_owned(key, schedule, groups):
+            name = type(schedule.scheduler).__name__
+            raise PolicyError(
+                "overrides",
+                f'{key!r} is {name}\'s, which sets it: build it with the value, and scheduler = "fresh".',
+            )
+        if schedule is not None and key in settings:
+            setattr(schedule.scheduler, key, value)
         for group in groups:
             if key in group:
                 put(group, key, value)
-    if schedule is not None and settings.keys() & values.keys():
-        schedule.refresh()
+    if schedule is not None and {*settings} & values.keys():
+        schedule.scheduler.step(0)
+
+
+def _first_rates(groups: Sequence[Group]) -> list[Any]:
+    return [group.get("initial_lr", group["lr"]) for group in groups if "lr" in group]
+
+
+def _is_owned(key: str, schedule: Schedule, groups: Sequence[Group]) -> bool:
+    momentum_in_betas = key == "betas" and "momentum" in schedule.owns
+    return key in schedule.owns or (momentum_in_betas and not any("momentum" in group for group in groups))
+
+
+def _of_kind(key: str, given: Any, now: Sequence[Any]) -> Any:
+    """Return a value of the kind that is there now.
+
+    Raises:
+        PolicyError: It is of another kind.
+    """
+    value: Any = tuple(given) if isinstance(given, list) else given
+    for there in now:
+        if isinstance(there, (int, float, torch.Tensor)) and not isinstance(there, bool):
+            fits = type(value) in (int, float) and math.isfinite(value) and not (key == "lr" and value < 0)
+        elif isinstance(there, tuple):
+            fits = isinstance(value, tuple) and len(value) == len(there)
+        else:
+            fits = there is None or type(value) is type(there)
+        if not fits:
+            raise PolicyError("overrides", f"{key!r} is {given!r}, and takes the place of {there!r}.")
+    return value
 
 
 def _optimizer_of(scheduler: Any) -> Any:
@@ -275,5 +325,7 @@ def put(group: Group, key: str, value: Any) -> None:
         group["betas"] = (value, *group["betas"][1:])
     elif isinstance(group.get(key), torch.Tensor):
         group[key].fill_(value)  # in place: captured graphs and compiled steps hold on to it
+    elif isinstance(value, torch.Tensor):
+        group[key] = value.item() if isinstance(group.get(key), (int, float)) else value.clone()
     else:
-        group[key] = value.clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+        group[key] = copy.copy(value)

@@ -9,6 +9,7 @@ import pickle
 import random
 import subprocess
 import sys
+import zipfile
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -176,9 +177,9 @@ WRONG = {
         **(saved := adam(steps=1).state_dict()),
         "param_groups": saved["param_groups"] * 2,
     },
-    "lacks 'exp_avg_sq' of parameter 1": lambda: without("exp_avg_sq"),
+    "lacks 'exp_avg_sq' of parameter 1 of group 0": lambda: without("exp_avg_sq"),
     "lacks 'step' of parameter 1": lambda: without("step"),
-    r"has 'exp_avg' of shape \(4,\) for parameter 0, whose is \(3,\)": lambda: reshaped(),
+    r"has 'exp_avg' of shape \(4,\) for parameter 0 of group 0, whose is \(3,\)": lambda: reshaped(),
     "has a list as the state of parameter 0": lambda: {**adam(steps=1).state_dict(), "state": {0: []}},
     "has state of parameters that no group lists": lambda: {**adam(steps=1).state_dict(), "state": {9: {}}},
     "is no optimizer's state": lambda: {"state": {}},
@@ -223,16 +224,34 @@ def test_an_entry_that_groups_lack_stays_as_it_is_and_is_said() -> None:
     assert resumed.param_groups[0]["betas"] == (0.7, 0.8)
 
 
-def test_moments_keep_the_dtype_in_which_they_were_saved() -> None:
-    saved = adam(1, dtype=torch.bfloat16, steps=1).state_dict()
-    moments = torch.tensor([1.001, 2.003, 3.0])
-    saved["state"][0] |= {"exp_avg": moments, "exp_avg_sq": moments + 1}
-    resumed = adam(1, dtype=torch.bfloat16)
-    plan_resume(policy(), {"optimizer": saved}, optimizer=resumed).apply()
+def test_state_keeps_the_dtype_of_a_fresh_one_where_a_load_would_cast_it() -> None:
+    def nadam(steps: int = 0) -> Any:
+        weight = torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        return step(torch.optim.NAdam([weight]), steps)
+
+    run, resumed = nadam(3), nadam()
+    plan = plan_resume(policy(), {"optimizer": run.state_dict()}, optimizer=resumed)
+    plan.apply()
+    assert plan.notes == ()
+    (right,), (entry,) = run.state.values(), resumed.state.values()
+    assert entry["mu_product"].dtype is torch.float32, "which a plain load casts to bfloat16"
+    assert alike(entry, right)
+
+
+@pytest.mark.parametrize(("saved", "live"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+@pytest.mark.parametrize("build", [torch.optim.Adam, lambda p: torch.optim.SGD(p, momentum=0.9)])
+def test_a_run_in_another_dtype_can_step_and_the_cast_is_said(build: Any, saved: str, live: str) -> None:
+    def of(dtype: str, steps: int) -> Any:
+        return step(build([torch.nn.Parameter(torch.ones(3, dtype=getattr(torch, dtype)))]), steps)
+
+    resumed = of(live, 0)
+    plan = plan_resume(policy(), {"optimizer": of(saved, 2).state_dict()}, optimizer=resumed)
+    plan.apply()
+    step(resumed)
+    assert any("is cast to the dtype of a fresh one" in note for note in plan.notes)
     (entry,) = resumed.state.values()
-    assert entry["exp_avg"].dtype is torch.float32
-    assert same_bits(entry["exp_avg"], moments)
-    assert entry["exp_avg"].data_ptr() != moments.data_ptr()
+    key = "exp_avg" if "exp_avg" in entry else "momentum_buffer"
+    assert entry[key].dtype is getattr(torch, live)
 
 
 def test_what_was_loaded_is_no_alias_of_what_is_kept() -> None:
@@ -270,7 +289,7 @@ def test_the_iteration_is_restored_fresh_or_set(action: Any, iteration: int) -> 
     chosen = policy(optimizer="fresh", iteration=action, iteration_unit="rollout")
     plan = plan_resume(chosen, {"iteration": 7}, optimizer=adam())
     assert (plan.iteration, plan.unit) == (iteration, "rollout")
-    assert f"iteration rollout {iteration}," in str(plan)
+    assert f"at rollout {iteration}," in str(plan)
 
 
 class Counter:
@@ -476,7 +495,7 @@ def test_a_flipped_bit_never_becomes_a_fresh_start(tmp_path: Path) -> None:
 
 
 def test_paths_that_are_none(tmp_path: Path) -> None:
-    refused("cannot be opened: No such file", tmp_path / "none", adam())
+    refused("is not there. To start without one", tmp_path / "none", adam())
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     refused("cannot be opened: (Too many levels|Symlink loop)", tmp_path / "loop", adam())
     (tmp_path / "empty").mkdir()
@@ -581,3 +600,115 @@ def test_a_plan_reads_as_a_table_and_as_data(caplog: pytest.LogCaptureFixture) -
     assert "resumed at iteration 9, learning rate 0.1." in caplog.text
     assert str(report).startswith("resumed at iteration 9")
     assert report.to_dict()["reset"]["leaves"] == 1
+
+
+# What was found by trying to break it
+
+
+def test_names_decide_which_group_s_rate_it_is() -> None:
+    def of(order: str, rates: list[float]) -> Any:
+        groups = [
+            {"params": [(n, torch.nn.Parameter(torch.ones(3)))], "lr": r}
+            for n, r in zip(order, rates, strict=True)
+        ]
+        return torch.optim.Adam(groups)
+
+    saved, live = of("ab", [1.0, 0.01]).state_dict(), of("ba", [0.5, 0.5])
+    refused("does not fit group 0", {"optimizer": saved}, live, optimizer="reset")
+    scheduler = torch.optim.lr_scheduler.StepLR(live, 3)
+    chosen = ResumePolicy.from_dict({"optimizer": "fresh", "iteration": 1})
+    plan = plan_resume(
+        chosen, {"optimizer": saved, "scheduler": scheduler.state_dict()}, optimizer=live, scheduler=scheduler
+    )
+    assert any("does not fit group 0" in note for note in plan.notes)
+
+
+def test_names_as_keys_are_names() -> None:
+    run = adam(names=["a", "b"], steps=1)
+    saved = run.state_dict()
+    renamed = {
+        "state": {"ab"[key]: entry for key, entry in saved["state"].items()},
+        "param_groups": saved["param_groups"],
+    }
+    renamed["param_groups"] = [{**saved["param_groups"][0], "params": ["a", "b"]}]
+    del renamed["param_groups"][0]["param_names"]
+    model = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.ones(3)) for name in "ba"})
+    resumed = torch.optim.Adam([model["b"], model["a"]])
+    plan_resume(policy(), {"optimizer": renamed}, optimizer=resumed, model=model).apply()
+    assert alike(resumed.state[model["a"]], run.state[run.param_groups[0]["params"][0]])
+    resumed.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+
+
+def odd(change: Any) -> dict[str, Any]:
+    saved = adam(steps=1).state_dict()
+    change(saved)
+    return {"optimizer": saved}
+
+
+ODD = {
+    "state of parameters that no group lists": lambda s: s.update(
+        state={str(k): v for k, v in s["state"].items()}
+    ),
+    "lists a parameter twice": lambda s: s["param_groups"][0].update(params=[0, 0]),
+    "names for another number": lambda s: s["param_groups"][0].update(param_names=["a"]),
+    "as a tensor of another kind": lambda s: s["state"][0].update(exp_avg=torch.ones(3, device="meta")),
+    "has a str as 'exp_avg'": lambda s: s["state"][0].update(exp_avg="hello"),
+    "larger than what was saved of it": lambda s: s["state"][0].update(z=torch.zeros(1).expand(5 * 10**8)),
+}
+
+
+@pytest.mark.parametrize("said", ODD)
+def test_odd_content_is_refused_by_the_plan(said: str) -> None:
+    refused(said, odd(ODD[said]), adam())
+
+
+def test_a_plan_does_not_touch_a_rate_that_is_a_tensor() -> None:
+    live = adam(rate=torch.tensor(0.1), foreach=False)  # type: ignore[arg-type]
+    plan_resume(policy(optimizer="fresh", overrides={"lr": 0.5}), {"iteration": 1}, optimizer=live)
+    assert live.param_groups[0]["lr"] == torch.tensor(0.1)
+
+
+@pytest.mark.parametrize("name", ["optimizer", "scheduler", "iteration", "rng"])
+def test_an_extra_does_not_take_the_place_of_a_part(name: str) -> None:
+    with pytest.raises(PolicyError, match="is a part of its own"):
+        plan_resume(policy(optimizer="fresh"), {}, optimizer=adam(), extras={name: Counter(1)})
+
+
+@pytest.mark.parametrize("live", [object(), 3])
+def test_a_live_part_that_cannot_load_is_refused(live: Any) -> None:
+    with pytest.raises(PolicyError, match=r"has no load_state_dict\(\)"):
+        plan_resume(policy(optimizer="fresh"), {}, optimizer=adam(), extras={"data": live})
+
+
+def test_a_failure_midway_says_what_has_changed() -> None:
+    class Fails(Counter):
+        def load_state_dict(self, state: Any) -> None:
+            raise RuntimeError("no")
+
+    saved = {"iteration": 1, "data": {"count": 1}}
+    plan = plan_resume(policy(optimizer="fresh"), saved, optimizer=adam(), extras={"data": Fails(1)})
+    with pytest.raises(ResetError, match=r"midway: .*Changed for certain: optimizer\. Build"):
+        plan.apply()
+
+
+def test_a_small_file_takes_no_long_time_and_no_large_memory(tmp_path: Path) -> None:
+    many: Any = []
+    for _ in range(40):
+        many = [many, many]
+    path = tmp_path / "state.pt"
+    torch.save({"optimizer": many, "iteration": 1}, path)
+    assert plan_resume(policy(optimizer="fresh"), path, optimizer=adam()).apply().iteration == 1
+    refused("is no optimizer's state", path, adam())
+    with zipfile.ZipFile(tmp_path / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/data.pkl", bytes(10**8))
+    refused("is compressed", tmp_path / "bomb.pt", adam())
+
+
+def test_what_is_allowed_is_imported_only_if_the_file_asks_for_it(tmp_path: Path) -> None:
+    (tmp_path / "evil_module.py").write_text("raise SystemExit('ran')")
+    sys.path.insert(0, str(tmp_path))
+    try:
+        plan_resume(policy(allow=["evil_module.x"], optimizer="fresh"), file_of(tmp_path), optimizer=adam())
+    finally:
+        sys.path.remove(str(tmp_path))
+    assert "evil_module" not in sys.modules

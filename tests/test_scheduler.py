@@ -12,7 +12,7 @@ import torch
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import SWALR
 
-from miles_reset import CheckpointError, ResumePolicy, plan_resume
+from miles_reset import CheckpointError, PolicyError, ResumePolicy, plan_resume
 
 SAVED_AT, STEPS = 9, 24
 
@@ -188,3 +188,128 @@ def test_a_scheduler_without_a_rule_gets_the_saved_rate_or_it_is_said(in_file: b
     assert scheduler.count == 3
     assert resumed.optimizer.param_groups[0]["lr"] == (0.5 if in_file else 0.1)
     assert any("no plugin has a rule for Halving" in note for note in report.notes) == (not in_file)
+
+
+ALL = list(BUILD)
+PROPORTIONAL = [name for name in ALL[:10] if name != "CosineAnnealingLR"]  # that one has a floor here
+
+
+def resumed_rates(name: str, choices: dict[str, Any], twice: bool) -> list[Any]:
+    run, resumed = Run(name, "SGD", 1.0), Run(name, "SGD", 0.1)
+    run.step(SAVED_AT)
+    policy = ResumePolicy.from_dict(choices)
+    plan = plan_resume(policy, run.saved(), optimizer=resumed.optimizer, scheduler=resumed.scheduler)
+    plan.apply()
+    if twice:
+        plan.apply()
+    assert plan.rates == tuple(group["lr"] for group in resumed.optimizer.param_groups)
+    return [groups[0]["lr"] for groups in resumed.step(STEPS - SAVED_AT)]
+
+
+@pytest.mark.parametrize("twice", [False, True])
+@pytest.mark.parametrize("optimizer", ["restore", "fresh", "reset"])
+@pytest.mark.parametrize("name", PROPORTIONAL)
+def test_an_overridden_rate_scales_the_schedule(name: str, optimizer: str, twice: bool) -> None:
+    other = Run(name, "SGD", 0.5)
+    whole = [groups[0]["lr"] for groups in other.step(STEPS)]
+    for scheduler, right in (("restore", whole[SAVED_AT:]), ("fresh", whole[: STEPS - SAVED_AT])):
+        choices = {"optimizer": optimizer, "scheduler": scheduler, "overrides": {"lr": 0.5}}
+        assert resumed_rates(name, choices, twice) == pytest.approx(right, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", ["CyclicLR", "OneCycleLR", "ReduceLROnPlateau", "SWALR"])
+def test_a_rate_that_no_schedule_starts_from_is_refused(name: str) -> None:
+    with pytest.raises(PolicyError, match=f"'lr' is not what {name} starts from"):
+        resumed_rates(name, {"overrides": {"lr": 0.5}}, twice=False)
+
+
+def nested(optimizer: Any, inner: Any) -> Any:
+    return schedulers.SequentialLR(
+        optimizer, [schedulers.ConstantLR(optimizer, 0.5, 2), inner(optimizer)], [2]
+    )
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        lambda o: schedulers.CyclicLR(o, 0.1, 1.0, step_size_up=4),
+        lambda o: schedulers.CosineAnnealingLR(o, 8, eta_min=0.01),
+        lambda o: nested(o, lambda p: schedulers.ExponentialLR(p, 0.5)),
+    ],
+    ids=["cyclic", "with a floor", "nested"],
+)
+def test_a_rate_of_a_sequence_that_is_not_proportional_is_refused(inner: Any) -> None:
+    run = Run("StepLR", "SGD", 1.0)
+    scheduler = nested(run.optimizer, inner)
+    policy = ResumePolicy.from_dict({"optimizer": "fresh", "scheduler": "fresh", "overrides": {"lr": 0.1}})
+    with pytest.raises(PolicyError, match="is not proportional to the rate it starts from"):
+        plan_resume(policy, {"iteration": 1}, optimizer=run.optimizer, scheduler=scheduler)
+
+
+class Absolute(schedulers.LRScheduler):
+    """A scheduler of a user's own, which does not start from the rate of the groups."""
+
+    def get_lr(self) -> list[float]:
+        return [1.0 / (1 + self.last_epoch)] * len(self.optimizer.param_groups)
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("StepLR", {"gamma": 0.9}, "'gamma' is in no param group and no setting of a scheduler"),
+    ("OneCycleLR", {"max_lr": 0.9}, "'max_lr' is OneCycleLR's, which sets it"),
+    ("StepLR", {"lr": True}, "'lr' is True, and takes the place of"),
+    ("StepLR", {"lr": -1.0}, "'lr' is -1.0"),
+    ("StepLR", {"lr": float("nan")}, "'lr' is nan"),
+    ("StepLR", {"lr": "1e-4"}, "'lr' is '1e-4'"),
+    ("StepLR", {"momentum": [1.0]}, "'momentum' is"),
+]
+
+
+@pytest.mark.parametrize(("name", "overrides", "said"), REFUSED)
+def test_an_override_that_does_not_fit_is_refused(name: str, overrides: dict[str, Any], said: str) -> None:
+    with pytest.raises(PolicyError, match=said):
+        resumed_rates(name, {"overrides": overrides}, twice=False)
+
+
+def test_a_rate_over_a_scheduler_that_nobody_knows_is_refused() -> None:
+    run = Run("StepLR", "SGD", 1.0)
+    policy = ResumePolicy.from_dict({"optimizer": "fresh", "scheduler": "fresh", "overrides": {"lr": 0.1}})
+    with pytest.raises(PolicyError, match="'lr' is not what Absolute starts from"):
+        plan_resume(policy, {"iteration": 1}, optimizer=run.optimizer, scheduler=Absolute(run.optimizer))
+
+
+def test_the_betas_that_a_cycle_writes_are_refused() -> None:
+    run = Run("OneCycleLR", "AdamW", 1.0)
+    policy = ResumePolicy.from_dict(
+        {"scheduler": "fresh", "optimizer": "fresh", "overrides": {"betas": [0.8, 0.9]}}
+    )
+    with pytest.raises(PolicyError, match="'betas' is OneCycleLR's"):
+        plan_resume(policy, {"iteration": 1}, optimizer=run.optimizer, scheduler=run.scheduler)
+
+
+def test_an_override_of_the_group_s_own_is_not_the_scheduler_s() -> None:
+    run = Run("ReduceLROnPlateau", "AdamW", 1.0)
+    policy = ResumePolicy.from_dict({"scheduler": "fresh", "optimizer": "fresh", "overrides": {"eps": 0.01}})
+    plan_resume(policy, {"iteration": 1}, optimizer=run.optimizer, scheduler=run.scheduler).apply()
+    assert run.optimizer.param_groups[0]["eps"] == 0.01
+    assert run.scheduler.eps == 1e-8
+
+
+def test_a_scheduler_over_another_optimizer_is_refused() -> None:
+    run, other = Run("StepLR", "SGD", 1.0), Run("StepLR", "SGD", 1.0)
+    with pytest.raises(PolicyError, match="over another optimizer"):
+        plan_resume(ResumePolicy(), run.saved(), optimizer=run.optimizer, scheduler=other.scheduler)
+
+
+def test_functions_of_a_trainer_are_not_copied() -> None:
+    class Trainer:
+        def __init__(self) -> None:
+            self.cannot_be_copied = (step for step in range(3))
+
+        def rate(self, step: int) -> float:
+            return 1 - step / 100
+
+    run, trainer = Run("StepLR", "SGD", 1.0), Trainer()
+    scheduler = schedulers.LambdaLR(run.optimizer, trainer.rate)
+    policy = ResumePolicy.from_dict({"optimizer": "fresh"})
+    saved = {"iteration": 1, "scheduler": scheduler.state_dict()}
+    plan_resume(policy, saved, optimizer=run.optimizer, scheduler=scheduler).apply()

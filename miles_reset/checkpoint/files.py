@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import pickle
+import sys
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class TorchFile:
             mapped = zipfile.is_zipfile(self.path)
             if mapped:
                 _check_index(self.path)
-            with torch.serialization.safe_globals(_resolve(self.allow)):
+            with torch.serialization.safe_globals(self._allowed()):
                 return torch.load(self.path, map_location="cpu", mmap=mapped, weights_only=True)
         except OSError as error:
             raise CheckpointError(
@@ -76,9 +77,16 @@ class TorchFile:
             problem = "is empty." if not size else f"is torn, or no file of torch's ({what})."
             raise CheckpointError(str(self.path), "", problem) from error
 
+    def _allowed(self) -> list[Any]:
+        """Resolve what the allow-list names; a library is imported for it only if the file asks for that."""
+        mapped = zipfile.is_zipfile(self.path)
+        asked = torch.serialization.get_unsafe_globals_in_checkpoint(self.path) if mapped else []
+        there = (name for name in self.allow if name.partition(".")[0] in sys.modules)
+        return _resolve({*there, *(name for name in self.allow if name in asked)})
+
     def _unsafe(self, error: pickle.UnpicklingError) -> CheckpointError:
         try:
-            with torch.serialization.safe_globals(_resolve(self.allow)):
+            with torch.serialization.safe_globals(self._allowed()):
                 asked = torch.serialization.get_unsafe_globals_in_checkpoint(self.path)
         except Exception:  # noqa: BLE001  # it is no zip file, or torn: the first error says more
             asked = []
@@ -106,6 +114,8 @@ def _check_index(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         for name in archive.namelist():
             if name.endswith("data.pkl"):
+                if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
+                    raise zipfile.BadZipFile("its pickle is compressed, which torch never does")
                 archive.read(name)
 
 

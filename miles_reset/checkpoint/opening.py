@@ -11,9 +11,9 @@ import torch
 
 from miles_reset.checkpoint.files import plain_parts
 from miles_reset.checkpoint.reader import CheckpointReader, SafeGlobal, Source
-from miles_reset.checkpoint.saved import Checkpoint
+from miles_reset.checkpoint.saved import Checkpoint, Saved
 from miles_reset.discovery import default_registry
-from miles_reset.errors import CheckpointError
+from miles_reset.errors import CheckpointError, ResetError
 from miles_reset.registry import Registry
 
 
@@ -65,5 +65,16 @@ def open_checkpoint(
         rank = torch.distributed.get_rank() if distributed else 0
     if world_size is None:
         world_size = torch.distributed.get_world_size() if distributed else 1
-    checkpoint: Checkpoint = found[0].open(Source(place, rank, world_size, allowed))
+    try:
+        checkpoint: Checkpoint = found[0].open(Source(place, rank, world_size, allowed))
+        parts: Mapping[str, Any] = checkpoint.parts
+        odd = [name for name, part in parts.items() if not isinstance(part, Saved)]
+    except ResetError:
+        raise
+    except Exception as error:
+        problem = f"cannot be read by the reader {found[0].target!r}: {error!r}."
+        raise CheckpointError(str(place), "", problem) from error
+    if odd:
+        problem = f"is given by the reader {found[0].target!r} as another thing than Saved."
+        raise CheckpointError(str(place), odd[0], problem)
     return checkpoint

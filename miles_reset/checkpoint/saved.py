@@ -121,3 +121,16 @@ def tensors_of(content: Any) -> Iterator[torch.Tensor]:
         elif isinstance(item, (Mapping, list, tuple)) and id(item) not in met:
             met.add(id(item))
             waiting += item.values() if isinstance(item, Mapping) else item
+
+
+def check_sizes(content: Any, where: str, part: str) -> None:
+    """Refuse tensors that are larger than what was saved of them: a copy would take memory from nowhere.
+
+    Raises:
+        CheckpointError: There is one.
+    """
+    for tensor in tensors_of(content):
+        plain = tensor.layout is torch.strided and not tensor.is_meta
+        if plain and tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+            problem = f"has a tensor of shape {tuple(tensor.shape)} that is larger than what was saved of it."
+            raise CheckpointError(where, part, problem)

@@ -34,6 +34,12 @@ def _restore(scheduler: Any, state: Any) -> None:
     scheduler.step(increment=0)
 
 
+_SETTINGS = (
+    "max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style",
+    "start_wd", "end_wd", "wd_incr_steps", "wd_incr_style",
+)  # fmt: skip
+
 SCHEDULERS = [
-    SchedulerRule("megatron.core.optimizer_param_scheduler.OptimizerParamScheduler", _owns, restore=_restore),
-]
+    SchedulerRule("megatron.core.optimizer_param_scheduler.OptimizerParamScheduler", _owns,
+        restore=_restore, settings=_SETTINGS),
+]  # fmt: skip

@@ -89,7 +89,7 @@ def _computed_momentum(scheduler: Any) -> list[Any]:
 
 def _rebase(scheduler: Any, rate: float) -> None:
     """Start from another rate: each rate, above its floor, is a multiple of the first."""
-    floor = getattr(scheduler, "eta_min", 0.0)
+    floor = float(getattr(scheduler, "eta_min", 0))
     for i, group in enumerate(scheduler.optimizer.param_groups):
         scale = (rate - floor) / (scheduler.base_lrs[i] - floor)
         _put(group, "lr", floor + (group["lr"] - floor) * scale)
@@ -101,22 +101,17 @@ def _rebase(scheduler: Any, rate: float) -> None:
 def _rebase_inner(scheduler: Any, rate: float) -> None:
     """Start all schedulers inside from another rate; what is in the groups counts once."""
     groups = scheduler._schedulers[0].optimizer.param_groups
+    for one in scheduler._schedulers:
+        if type(one).__name__ not in _PROPORTIONAL or getattr(one, "eta_min", None):
+            raise ValueError(f"{type(one).__name__} inside it is not proportional to the rate it starts from")
     rates = [group["lr"] * rate / scheduler._schedulers[0].base_lrs[i] for i, group in enumerate(groups)]
     for one in scheduler._schedulers:
-        if getattr(one, "eta_min", 0.0):
-            raise ValueError(f"{type(one).__name__} has a floor, eta_min")
         one.base_lrs = [rate] * len(groups)
         one._last_lr = list(map(float, rates))
     for group, now in zip(groups, rates, strict=True):
         _put(group, "lr", now)
         _put(group, "initial_lr", rate)
     scheduler._last_lr = list(map(float, rates))
-
-
-def _set_rate(scheduler: Any, rate: float) -> None:
-    for group in scheduler.optimizer.param_groups:
-        _put(group, "lr", rate)
-    scheduler._last_lr = [float(rate)] * len(scheduler.optimizer.param_groups)
 
 
 def _functions(scheduler: Any, state: Any) -> Sequence[str]:
@@ -135,13 +130,23 @@ def _swa(scheduler: Any, state: Any) -> Sequence[str]:
     return ["SWALR keeps swa_lr in the param groups alone: where they were not saved, the live one goes on"]
 
 
+_PROPORTIONAL = (
+    "StepLR", "MultiStepLR", "ConstantLR", "LinearLR", "ExponentialLR", "PolynomialLR",
+    "CosineAnnealingLR", "CosineAnnealingWarmRestarts", "LambdaLR", "MultiplicativeLR",
+)  # fmt: skip
+"""Those whose rates, above their floor, are multiples of the first."""
+_WITH_FUNCTIONS = ("LambdaLR", "MultiplicativeLR")
+
 SCHEDULERS = [
-    SchedulerRule(f"{_LIBRARY}.LRScheduler", settle=_last_rates, rebase=_rebase),
-    SchedulerRule(f"{_LIBRARY}.LambdaLR", settle=_last_rates, rebase=_rebase, forgets=_functions),
-    SchedulerRule(f"{_LIBRARY}.MultiplicativeLR", settle=_last_rates, rebase=_rebase, forgets=_functions),
+    SchedulerRule(f"{_LIBRARY}.LRScheduler", settle=_last_rates),
+    *(
+        SchedulerRule(f"{_LIBRARY}.{name}", settle=_last_rates, rebase=_rebase,
+            forgets=_functions if name in _WITH_FUNCTIONS else None)
+        for name in _PROPORTIONAL
+    ),
     SchedulerRule(f"{_LIBRARY}.CyclicLR", _cyclic, settle=_cyclic_rates, forgets=_scale),
     SchedulerRule(f"{_LIBRARY}.OneCycleLR", _one_cycle, settle=_one_cycle_rates),
-    SchedulerRule(f"{_LIBRARY}.ReduceLROnPlateau", ("lr",), settle=_last_rates, rebase=_set_rate),
+    SchedulerRule(f"{_LIBRARY}.ReduceLROnPlateau", ("lr",), settle=_last_rates),
     SchedulerRule(f"{_LIBRARY}.SequentialLR", settle=_chained_rates, rebase=_rebase_inner),
     SchedulerRule(f"{_LIBRARY}.ChainedScheduler", settle=_chained_rates, rebase=_rebase_inner),
     SchedulerRule("torch.optim.swa_utils.SWALR", ("lr", "initial_lr", "swa_lr"),

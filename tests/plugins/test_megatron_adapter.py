@@ -24,6 +24,7 @@ from megatron_cpu import FIXTURES, UPSTREAM_WARNINGS, Fixture, build, megatron_s
 from miles_reset import (
     CheckpointError,
     PolicyError,
+    ResetError,
     ResumePolicy,
     UnsafeCheckpointError,
     reset_optimizer_states,
@@ -654,7 +655,7 @@ class TestTheFiles:
         state["miles_reset"]["extras"] = {"data": {}}
         torch.save(state, tmp_path / STATE)
         (tmp_path / "miles_reset_manifest.json").unlink()
-        with pytest.raises(RuntimeError, match="no"):
+        with pytest.raises(ResetError, match=r"failed midway: RuntimeError\('no'\)"):
             load_lora_adapter(model, tmp_path, extras={"data": Fails()})
         assert model.values() == {0.0}
 

@@ -98,7 +98,7 @@ def on_two_ranks(base: str) -> None:
         lacks = folder / f"lacks-{name}"
         once(lambda to=lacks: shutil.copytree(folder / "a", to))
         once(lambda to=lacks, name=name: (to / name).unlink())
-        refuses(lacks, "ranks [1] refuse", f"{name} is named in miles_reset_manifest.json", "Rank 0: ready")
+        refuses(lacks, "ranks [1] refuse", f"{name} is named in miles_reset_manifest.json", "rank 0: ready")
         once(lambda to=lacks: (to / "miles_reset_manifest.json").unlink())
         if name.startswith("adapter"):
             refuses(
@@ -116,7 +116,7 @@ def on_two_ranks(base: str) -> None:
 
     once(lambda: shutil.copytree(folder / "a", folder / "b"))
     once(older)
-    refuses(folder / "b", "they have different values of iteration", "Rank 0: iteration is 3", "is 2")
+    refuses(folder / "b", "they have different values of iteration", "rank 0: iteration is 3", "is 2")
 
     def of_three() -> None:
         shutil.copy(folder / "c" / "adapter_megatron_rank0.pt", folder / "c" / "adapter_megatron_rank2.pt")
