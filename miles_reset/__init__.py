@@ -52,12 +52,13 @@ from miles_reset.wrapper import UnwrapRule
 if typing.TYPE_CHECKING:
     from miles_reset.checkpoint.opening import open_checkpoint
     from miles_reset.policy import ResumePolicy
-    from miles_reset.resume import ResumePlan, ResumeReport, plan_resume
+    from miles_reset.receipt import ResumeReport
+    from miles_reset.resume import ResumePlan, plan_resume
 
 _LATER = {
     "ResumePlan": "resume",
     "ResumePolicy": "policy",
-    "ResumeReport": "resume",
+    "ResumeReport": "receipt",
     "open_checkpoint": "checkpoint.opening",
     "plan_resume": "resume",
 }

@@ -14,7 +14,7 @@ from rich.tree import Tree
 
 from miles_reset.checkpoint.saved import Checkpoint, Presence, Saved, tensors_of
 from miles_reset.policy import PARTS, PRESETS, ResumePolicy, decide
-from miles_reset.resume import PartLine
+from miles_reset.receipt import PartLine
 
 _COLOURS = {"restore": "green", "reset": "yellow", "fresh": "cyan", "set": "green", "refuse": "red"}
 

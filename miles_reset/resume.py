@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -23,6 +23,7 @@ from miles_reset.discovery import default_registry
 from miles_reset.errors import CheckpointError, PolicyError, ResetError
 from miles_reset.fit import fitted, is_plain, load, match, saved_groups
 from miles_reset.policy import PARTS, ResumePolicy, Verdict, decide
+from miles_reset.receipt import PartLine, ResumeReport, Told
 from miles_reset.registry import Registry
 from miles_reset.report import ResetReport
 from miles_reset.reset import ResetPlan, plan_reset
@@ -34,91 +35,8 @@ from miles_reset.walk import walk
 logger = logging.getLogger("miles_reset")
 
 
-class PartLine(NamedTuple):
-    """What becomes of one part.
-
-    Attributes:
-        part: Its name.
-        saved: What was saved of it.
-        action: What the policy says.
-        chosen_by: Who says so: the policy, the default, or what was inferred.
-        outcome: What is done: restore, fresh, reset, set, skip.
-        reason: Why.
-    """
-
-    part: str
-    saved: str
-    action: str
-    chosen_by: str
-    outcome: str
-    reason: str
-
-    def cells(self) -> tuple[str, str, str, str]:
-        """Return what a table shows of it."""
-        why = f"from {self.saved}" if self.outcome in ("restore", "reset") else self.reason
-        return self.part, f"{self.action} ({self.chosen_by})", self.outcome, why
-
-
 @dataclass(frozen=True)
-class _Told:
-    """What a plan and a report have in common.
-
-    Attributes:
-        parts: What becomes of each part.
-        iteration: Where the run goes on; None if the policy does not say and nothing was saved.
-        unit: What the iteration counts.
-        rates: The learning rate of each param group after the resume.
-        notes: What is worth knowing besides.
-    """
-
-    parts: tuple[PartLine, ...]
-    iteration: int | None
-    unit: str | None
-    rates: tuple[float, ...]
-    notes: tuple[str, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {
-            "parts": [line._asdict() for line in self.parts],
-            "iteration": self.iteration,
-            "unit": self.unit,
-            "rates": list(self.rates),
-            "notes": list(self.notes),
-        }
-
-    def _table(self, done: str) -> str:
-        cells = [("part", "action", "outcome", "why"), *(line.cells() for line in self.parts)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        rows = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in cells]
-        rates = ", ".join(f"{rate:.6g}" for rate in dict.fromkeys(self.rates)) or "not known"
-        where = f"{self.unit or 'iteration'} {self.iteration if self.iteration is not None else 'not known'}"
-        return "\n".join(
-            [f"{done} {where}, learning rate {rates}.", *rows, *(f"note: {n}" for n in self.notes)]
-        )
-
-
-@dataclass(frozen=True)
-class ResumeReport(_Told):
-    """What a resume did: a receipt. ``str()`` is a table.
-
-    Attributes:
-        reset: What was reset of the optimizer, if it was.
-    """
-
-    reset: ResetReport | None = None
-
-    def __str__(self) -> str:
-        """Return the receipt as a table."""
-        return self._table("resumed at")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
-        return {**super().to_dict(), "reset": self.reset.to_dict() if self.reset else None}
-
-
-@dataclass(frozen=True)
-class ResumePlan(_Told):
+class ResumePlan(Told):
     """What a resume would do. ``str()`` is a table. It changes nothing until it is applied."""
 
     _work: _Work = field(repr=False, compare=False)
@@ -130,7 +48,7 @@ class ResumePlan(_Told):
             CheckpointError: A part can no longer be read.
             RankDisagreementError: Another rank refuses.
         """
-        told = {key: getattr(self, key) for key in _Told.__dataclass_fields__}
+        told = {key: getattr(self, key) for key in Told.__dataclass_fields__}
         report = ResumeReport(**told, reset=self._work.carry_out())
         rank0 = not initialized() or torch.distributed.get_rank() == 0
         logger.log(logging.INFO if rank0 else logging.DEBUG, "%s", str(report).splitlines()[0])
@@ -138,7 +56,7 @@ class ResumePlan(_Told):
 
     def __str__(self) -> str:
         """Return the preview as a table."""
-        return self._table("to resume at")
+        return self.as_table("to resume at")
 
 
 def plan_resume(

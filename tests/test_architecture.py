@@ -43,6 +43,7 @@ ORDER = [
     "policy",
     "fit",
     "rng",
+    "receipt",
     "resume",
     "cadence",
 ]
@@ -70,7 +71,7 @@ FOR_PLUGINS = {"checkpoint", "scheduler"}
 """Modules that plugins import from, besides the package."""
 
 
-FOR_ADAPTERS = {"agree", "cadence", "policy", "resume"}
+FOR_ADAPTERS = {"agree", "cadence", "policy", "receipt", "resume"}
 """Modules that the adapters of trainers import from, too."""
 RECORDS = {"__init__", "_schedulers", "_checkpoints"}
 """The modules of a plugin that give its records, and are no adapters."""

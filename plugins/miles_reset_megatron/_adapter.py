@@ -20,7 +20,7 @@ from miles_reset import reset_optimizer_states as reset
 from miles_reset.agree import agree, exchange
 from miles_reset.checkpoint import Checkpoint, Presence, SafeGlobal, Saved, TorchFile, part_of
 from miles_reset.policy import ResumePolicy
-from miles_reset.resume import ResumeReport
+from miles_reset.receipt import ResumeReport
 from miles_reset_megatron import _layout
 from miles_reset_megatron._durable import MANIFEST, Manifest, save_all, unfinished
 
