@@ -223,11 +223,12 @@ def plan(
     from miles_reset.preview import preview, preview_table
 
     chosen = ResumePolicy.from_file(policy_file)
-    lines = preview(chosen, open_checkpoint(path, rank=rank, allow=chosen.allow))
+    found = open_checkpoint(path, rank=rank, allow=chosen.allow)
+    lines = preview(chosen, found)
     if as_json:
         _print_json({"parts": [line._asdict() for line in lines]})
     else:
-        Console().print(preview_table(lines, path))
+        Console().print(preview_table(lines, str(path), found))
     if any(line.outcome == "refuse" for line in lines):
         raise typer.Exit(1)
 

@@ -37,7 +37,7 @@ OptimizerAction = Literal["restore", "restore-if-present", "fresh", "reset"]
 Unit = Literal["step", "epoch", "rollout", "sample"]
 Override = bool | int | float | str | list[float]
 
-LARGEST = 1 << 16
+LARGEST = 1 << 14
 """The bytes that a policy file may have. Real ones have a few hundred."""
 DEEPEST = 20
 """How deep a YAML policy may be nested. Real ones are 2 deep."""

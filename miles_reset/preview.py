@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.filesize import decimal
@@ -30,9 +29,11 @@ def preview(policy: ResumePolicy, checkpoint: Checkpoint) -> list[PartLine]:
     return lines
 
 
-def preview_table(lines: Sequence[PartLine], path: Path) -> Table:
-    """Return a preview as a table."""
-    table = Table("part", "action", "outcome", "why", title=str(path), title_justify="left")
+def preview_table(lines: Sequence[PartLine], path: str, checkpoint: Checkpoint) -> Table:
+    """Return a preview as a table, under the path and the iteration that was saved."""
+    saved = checkpoint.part("iteration")
+    count = f", saved at {checkpoint.iteration_unit or 'iteration'} {saved.read()}" if saved.there else ""
+    table = Table("part", "action", "outcome", "why", title=f"{path}{count}", title_justify="left")
     for line in lines:
         part, action, outcome, why = line.cells()
         table.add_row(part, action, Text(outcome, _COLOURS.get(outcome, "")), Text(why))
@@ -104,8 +105,17 @@ def _content(saved: Saved) -> str:
     if tensors := sum(1 for _ in tensors_of(content)):
         return f"{tensors:,} tensors{counted}"
     if isinstance(content, Mapping):
-        return ", ".join(map(str, content))[:60]
+        return _schedule(content) or ", ".join(map(str, content))[:60]
     return type(content).__name__
+
+
+def _schedule(content: Mapping[Any, Any]) -> str:
+    """Say how far a saved scheduler was, and at what rate."""
+    said = [f"{key} {content[key]}" for key in ("last_epoch", "num_steps") if key in content]
+    rates = content.get("_last_lr")
+    if said and isinstance(rates, list):
+        said.append(f"rate {', '.join(f'{float(rate):.6g}' for rate in dict.fromkeys(rates))}")
+    return ", ".join(said)
 
 
 def _steps(content: Any) -> list[Any]:

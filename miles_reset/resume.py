@@ -77,7 +77,8 @@ def plan_resume(
 
     Args:
         policy: What comes back.
-        checkpoint: A checkpoint, or what :func:`miles_reset.open_checkpoint` takes.
+        checkpoint: A checkpoint, or what :func:`miles_reset.open_checkpoint` takes. What is in a mapping
+            is copied when the plan is applied: it should not be the live state.
         optimizer: The live optimizer, or a wrapper, over weights that were loaded already.
         scheduler: The live scheduler, just built.
         model: The live model: its names are used where the optimizer has none.

@@ -332,6 +332,15 @@ def test_presets_are_listed_and_each_is_a_file_to_start_from(tmp_path):
     assert invoke("policy", "presets", "none").exit_code == 1
 
 
+def test_a_scheduler_is_inspected_by_its_count_and_rate(tmp_path):
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.step()
+    scheduler.step()
+    torch.save({"scheduler": scheduler.state_dict()}, tmp_path / "state.pt")
+    assert "last_epoch 1, rate 0.25" in words(invoke("inspect", str(tmp_path / "state.pt")).stdout)
+
+
 def test_a_checkpoint_is_inspected(checkpoint):
     shown = words(invoke("inspect", str(checkpoint)).stdout)
     assert "state.pt: torch file" in shown
@@ -358,6 +367,7 @@ def test_a_resume_is_previewed(checkpoint, tmp_path, text, outcome, code):
     file = policy_file(tmp_path, text)
     result = invoke("plan", str(checkpoint), "--policy", file)
     assert result.exit_code == code
+    assert "state.pt, saved at iteration 12" in words(result.stdout)
     assert re.search(rf"scheduler .* {outcome} ", words(result.stdout.replace("┃", " ")))
     data = json.loads(invoke("plan", str(checkpoint), "--policy", file, "--json").stdout)
     assert {line["part"]: line["outcome"] for line in data["parts"]}["scheduler"] == outcome
