@@ -3,7 +3,9 @@
 import contextlib
 import inspect
 import multiprocessing
+import os
 import runpy
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -70,6 +72,9 @@ def _run_rank(
         raise
     finally:
         torch.distributed.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a thread of gloo's that is not joined yet would abort the process at its end
 
 
 def _wait(ranks: list[Any], failures: Any) -> None:
