@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -32,6 +33,16 @@ class RankVerdict:
 def initialized() -> bool:
     """Say whether torch.distributed is in use."""
     return dist.is_available() and dist.is_initialized()
+
+
+def rank_and_world() -> tuple[int, int]:
+    """Return this process's rank, and the number of ranks."""
+    return (dist.get_rank(), dist.get_world_size()) if initialized() else (0, 1)
+
+
+def once_per_job(level: int) -> int:
+    """Return a level to log at: DEBUG on all ranks but the first."""
+    return logging.DEBUG if rank_and_world()[0] else level
 
 
 def agree(
@@ -75,7 +86,7 @@ def exchange(value: Any, *, group: Any = None, timeout: timedelta | float = TIME
         RankDisagreementError: A rank does not answer in time.
     """
     if not initialized() or dist.get_world_size(group) == 1:
-        return {dist.get_rank() if initialized() else 0: value}
+        return {rank_and_world()[0]: value}
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)

@@ -6,9 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
-from miles_reset.agree import initialized
+from miles_reset.agree import rank_and_world
 from miles_reset.policy import ResetSchedule
 from miles_reset.registry import Registry
 from miles_reset.report import ResetReport
@@ -67,7 +65,7 @@ class ResetClock:
             return None
         report = reset_optimizer_states(optimizer, registry=registry) if self.due(count) else None
         self.done(count)
-        if report is not None and not (initialized() and torch.distributed.get_rank()):
+        if report is not None and rank_and_world()[0] == 0:
             self._log(f"optimizer reset at {self.schedule.unit} {count}: {report.summary('reset')}")
         return report
 

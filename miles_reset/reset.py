@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from miles_reset.agree import agree
+from miles_reset.agree import agree, once_per_job
 from miles_reset.aliasing import in_memory_order
 from miles_reset.discovery import default_registry
 from miles_reset.draft import Draft
@@ -57,7 +57,8 @@ class ResetPlan(Account):
             tensor.detach_()
         _write(self._draft.writes)
         report = ResetReport(self.rows, self.leaves, self.left_alone)
-        logger.log(_level(logging.INFO if self.leaves else logging.WARNING), "%s", report.summary("reset"))
+        level = logging.INFO if self.leaves else logging.WARNING
+        logger.log(once_per_job(level), "%s", report.summary("reset"))
         return report
 
     def __str__(self) -> str:
@@ -145,11 +146,6 @@ def _moved(planned: Draft, now: Draft) -> tuple[Node, Any] | None:
         if not same or not (write.key in made or all(map(is_, write.old, new.old))):
             return write.nodes[0], write.key
     return None
-
-
-def _level(level: int) -> int:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return logging.DEBUG if distributed and torch.distributed.get_rank() else level
 
 
 _AT_ONCE = 1540

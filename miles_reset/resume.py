@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from miles_reset.agree import TIMEOUT, agree, initialized
+from miles_reset.agree import TIMEOUT, agree, once_per_job, rank_and_world
 from miles_reset.checkpoint.opening import open_checkpoint
-from miles_reset.checkpoint.saved import Checkpoint, Saved, check_sizes
+from miles_reset.checkpoint.saved import Checkpoint, check_sizes
 from miles_reset.discovery import default_registry
 from miles_reset.errors import CheckpointError, PolicyError, ResetError
 from miles_reset.fit import fitted, is_plain, load, match, saved_groups
@@ -26,9 +26,9 @@ from miles_reset.policy import PARTS, ResumePolicy, Verdict, decide
 from miles_reset.receipt import PartLine, ResumeReport, Told
 from miles_reset.registry import Registry
 from miles_reset.report import ResetReport
-from miles_reset.reset import ResetPlan, plan_reset
+from miles_reset.reset import plan_reset, reset_optimizer_states
 from miles_reset.rng import check_rng, restore_rng
-from miles_reset.scheduler import Schedule, SchedulerRule, override, put
+from miles_reset.scheduler import Schedule, SchedulerRule, copies_of, override, put
 from miles_reset.schema import Place
 from miles_reset.walk import walk
 
@@ -45,13 +45,12 @@ class ResumePlan(Told):
         """Carry the plan out, on all ranks or on none. Applying it twice equals applying it once.
 
         Raises:
-            CheckpointError: A part can no longer be read.
-            RankDisagreementError: Another rank refuses.
+            RankDisagreementError: Another rank does not apply the same plan.
+            ResetError: A live part failed while it was changed. What had been changed is said.
         """
         told = {key: getattr(self, key) for key in Told.__dataclass_fields__}
         report = ResumeReport(**told, reset=self._work.carry_out())
-        rank0 = not initialized() or torch.distributed.get_rank() == 0
-        logger.log(logging.INFO if rank0 else logging.DEBUG, "%s", str(report).splitlines()[0])
+        logger.log(once_per_job(logging.INFO), "%s", str(report).splitlines()[0])
         return report
 
     def __str__(self) -> str:
@@ -171,7 +170,7 @@ class _Planner:
 
     def _check_world(self) -> None:
         saved = self.checkpoint.world_size
-        now = torch.distributed.get_world_size() if initialized() else 1
+        _, now = rank_and_world()
         if saved is not None and saved != now:
             problem = f"was saved by {saved} ranks, and this run has {now}."
             raise CheckpointError(self.checkpoint.path, "", problem)
@@ -187,21 +186,15 @@ class _Planner:
         if self.optimizer is not None and self.scheduler is not None:
             own = {id(group) for group in _groups_of(self.optimizer)}
             if own.isdisjoint(map(id, self._schedule().groups)):
-                raise PolicyError("scheduler", "the live one is over another optimizer than the live one.")
-        name, saved = "grad_scaler", self.checkpoint.part("grad_scaler")
-        if (
-            name in self.extras
-            and saved.there
-            and saved.read() == {}
-            and self.extras[name].state_dict() != {}
-        ):
-            raise CheckpointError(saved.where, name, "is empty: it was saved where it was disabled.")
+                raise PolicyError(
+                    "scheduler", "the live one is over another optimizer than the one that was given."
+                )
 
     def _schedule(self) -> Schedule:
         return Schedule(self.scheduler, self.registry.table(SchedulerRule))
 
     def _decide(self, name: str, live: Any) -> Verdict:
-        saved, action = self._saved(name), self._action(name)
+        saved, action = self.checkpoint.part(name), self._action(name)
         if self.checkpoint.format == "none" and not isinstance(action, int):
             return Verdict(
                 "fresh" if live is not None or name == "iteration" else "skip", "there is no checkpoint"
@@ -221,11 +214,8 @@ class _Planner:
             return "fresh"
         return chosen
 
-    def _saved(self, name: str) -> Saved:
-        return self.checkpoint.part(name)
-
     def _line(self, name: str, verdict: Verdict) -> PartLine:
-        saved = self._saved(name)
+        saved = self.checkpoint.part(name)
         what = saved.where if saved.there else str(saved.presence)
         action, chosen_by = str(self._action(name)), self.policy.chosen_by(name)
         return PartLine(name, what, action, chosen_by, verdict.outcome, verdict.reason)
@@ -238,7 +228,7 @@ class _Work:
     planner: _Planner
     verdicts: Mapping[str, Verdict]
     iteration: int | None = None
-    fresh: ResetPlan | None = None
+    saved: Mapping[str, Any] = field(default_factory=dict)
     saved_optimizer: Any = None
     cast: frozenset[tuple[Any, str]] = frozenset()
     saved_scheduler: Any = None
@@ -253,11 +243,16 @@ class _Work:
         if optimizer is not None:
             self._prepare_optimizer()
         rates = self._rehearse() if planner.scheduler is not None else self._rates_without()
-        for name in planner.extras:
-            if self._outcome(name) == "restore":
-                planner.checkpoint.read(name)
-        if self._outcome("rng") == "restore":
-            check_rng(planner.checkpoint.read("rng"), planner.checkpoint.part("rng").where)
+        self.saved = {
+            name: planner.checkpoint.read(name)
+            for name in ("rng", *planner.extras)
+            if self._outcome(name) == "restore"
+        }
+        if "rng" in self.saved:
+            check_rng(self.saved["rng"], planner.checkpoint.part("rng").where)
+        if self.saved.get("grad_scaler") == {} and planner.extras["grad_scaler"].state_dict() != {}:
+            where = planner.checkpoint.part("grad_scaler").where
+            raise CheckpointError(where, "grad_scaler", "is empty: it was saved where it was disabled.")
         return rates
 
     def _outcome(self, name: str) -> str:
@@ -297,7 +292,7 @@ class _Work:
                 "no param groups that fit were saved: the rate comes from the scheduler's own state"
             )
         if outcome != "restore":
-            self.fresh = plan_reset(optimizer, registry=planner.registry)
+            plan_reset(optimizer, registry=planner.registry)
 
     def _groups(self, groups: list[Mapping[str, Any]], where: str) -> list[Mapping[str, Any]]:
         """Return the saved groups, once it is seen that they are about the live parameters."""
@@ -316,19 +311,15 @@ class _Work:
     def _rates_without(self) -> list[float]:
         back = self._outcome("optimizer") in ("restore", "reset") and self.groups
         held = (self.groups if back else None) or _groups_of(self.planner.optimizer)
-        groups = [
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in held
-        ]
+        groups = copies_of(held)
         override(self.planner.policy.overrides, groups, None)
         return [float(group["lr"]) for group in groups if "lr" in group]
 
     def _rehearse(self) -> list[float]:
         """Try on copies what may fail, and return the rates that come out."""
         planner, schedule = self.planner, self.planner._schedule()
-        self.own, self.own_state = (
-            schedule.owned(schedule.groups),
-            copy.deepcopy(schedule.scheduler.state_dict()),
-        )
+        self.own = schedule.owned(schedule.groups)
+        self.own_state = copy.deepcopy(schedule.scheduler.state_dict())
         saved = planner.checkpoint.part("scheduler")
         copied = schedule.rehearsal()
         if self._outcome("scheduler") == "restore":
@@ -355,8 +346,7 @@ class _Work:
 
     def carry_out(self) -> ResetReport | None:
         planner = self.planner
-        facts = {"iteration": self.iteration}
-        agree(self._unreadable(), facts, group=planner.group, timeout=planner.timeout)
+        agree(None, {"iteration": self.iteration}, group=planner.group, timeout=planner.timeout)
         done: list[str] = []
         try:
             return self._change(done)
@@ -375,7 +365,7 @@ class _Work:
         elif outcome == "reset":
             self._put_hyper_parameters()
         if optimizer is not None and outcome != "restore":
-            report = plan_reset(optimizer, registry=planner.registry).apply()
+            report = reset_optimizer_states(optimizer, registry=planner.registry)
             refresh_masters(optimizer, planner.registry)
         done.append("optimizer")
         schedule = planner._schedule() if planner.scheduler is not None else None
@@ -388,22 +378,12 @@ class _Work:
         groups = _groups_of(optimizer) or (schedule.groups if schedule is not None else [])
         override(planner.policy.overrides, groups, schedule)
         for name, live in planner.extras.items():
-            if self._outcome(name) == "restore":
-                live.load_state_dict(copy.deepcopy(planner.checkpoint.read(name)))
+            if name in self.saved:
+                live.load_state_dict(copy.deepcopy(self.saved[name]))
                 done.append(name)
-        if self._outcome("rng") == "restore":
-            restore_rng(planner.checkpoint.read("rng"))
+        if "rng" in self.saved:
+            restore_rng(self.saved["rng"])
         return report
-
-    def _unreadable(self) -> ResetError | None:
-        """Look once more whether the files are there, before anything is changed."""
-        try:
-            for name, verdict in self.verdicts.items():
-                if verdict.outcome == "restore":
-                    self.planner.checkpoint.read(name)
-        except ResetError as error:
-            return error
-        return None
 
     def _put_hyper_parameters(self) -> None:
         clocks = {

@@ -29,9 +29,8 @@ def check_rng(state: Any, where: str) -> None:
     """
     found = _known(state)
     check_sizes(found, where, "rng")
-    if not found and not (
-        isinstance(state, Mapping) and not state
-    ):  # a trainer that restores them itself gives an empty one
+    left_to_the_trainer = isinstance(state, Mapping) and not state
+    if not found and not left_to_the_trainer:
         raise CheckpointError(where, "rng", "holds no state of a random number generator that is known.")
     try:
         _set(found, random.Random().setstate, np.random.RandomState().set_state, torch.Generator().set_state)

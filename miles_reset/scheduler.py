@@ -188,15 +188,19 @@ class Schedule:
     def rehearsal(self) -> Schedule:
         """Return a copy that writes to copies of the groups: to try on it what may fail."""
         live = _optimizer_of(self.scheduler)
-        groups = [
-            {key: copy.deepcopy(value) for key, value in group.items() if key != "params"}
-            for group in live.param_groups
-        ]
+        groups = copies_of(live.param_groups)
         functions = (getattr(one, "lr_lambdas", ()) for one in self.all())
         shared = [owner for each in functions for fn in each if (owner := getattr(fn, "__self__", None))]
         stand_in = SimpleNamespace(param_groups=groups, step=None, defaults=getattr(live, "defaults", {}))
         memo = {id(live): stand_in, **{id(owner): owner for owner in shared}}  # a trainer's method, say
         return Schedule(copy.deepcopy(self.scheduler, memo), self.rules)
+
+
+def copies_of(groups: Sequence[Mapping[str, Any]]) -> list[Group]:
+    """Return copies of param groups, without the parameters."""
+    return [
+        {key: copy.deepcopy(value) for key, value in group.items() if key != "params"} for group in groups
+    ]
 
 
 def override(values: Mapping[str, Any], groups: Sequence[Group], schedule: Schedule | None) -> None:

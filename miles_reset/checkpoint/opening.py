@@ -7,8 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from miles_reset.agree import rank_and_world
 from miles_reset.checkpoint.files import plain_parts
 from miles_reset.checkpoint.reader import CheckpointReader, SafeGlobal, Source
 from miles_reset.checkpoint.saved import Checkpoint, Saved
@@ -60,11 +59,9 @@ def open_checkpoint(
         )
         raise CheckpointError(str(place), "", f"{what} {known}.")
     allowed = tuple(where.table(SafeGlobal)) + tuple(allow)
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    if rank is None:
-        rank = torch.distributed.get_rank() if distributed else 0
-    if world_size is None:
-        world_size = torch.distributed.get_world_size() if distributed else 1
+    here, world = rank_and_world()
+    rank = here if rank is None else rank
+    world_size = world if world_size is None else world_size
     try:
         checkpoint: Checkpoint = found[0].open(Source(place, rank, world_size, allowed))
         parts: Mapping[str, Any] = checkpoint.parts

@@ -17,7 +17,7 @@ import torch
 
 from miles_reset import CheckpointError, PolicyError, Registry, ResetError, default_registry, plan_resume
 from miles_reset import reset_optimizer_states as reset
-from miles_reset.agree import agree, exchange
+from miles_reset.agree import agree, exchange, once_per_job, rank_and_world
 from miles_reset.checkpoint import Checkpoint, Presence, SafeGlobal, Saved, TorchFile, part_of
 from miles_reset.policy import ResumePolicy
 from miles_reset.receipt import ResumeReport
@@ -72,7 +72,7 @@ def save_lora_adapter(
         CheckpointError: There is no adapter, or something cannot be written. What was saved before is whole.
         RankDisagreementError: Another rank refuses.
     """
-    folder, (rank, world) = Path(adapter_path), _layout.rank_and_world()
+    folder, (rank, world) = Path(adapter_path), rank_and_world()
     refused: ResetError | None = None
     weights: dict[str, torch.Tensor] = {}
     state: dict[str, Any] = {"iteration": iteration, "optimizer": None, "opt_param_scheduler": None}
@@ -263,7 +263,7 @@ def _find(
     if "adapter" in names and not any(name.startswith("adapter_megatron_") for name in names):
         folder = folder / "adapter"
         names = _names(folder)
-    rank, world = _layout.rank_and_world()
+    rank, world = rank_and_world()
     manifest = Manifest.read(folder) if names else None
     if manifest is not None:
         _layout.check(str(folder / MANIFEST), manifest.world_size, manifest.told.get("layout"))
@@ -539,8 +539,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _log(level: int, message: str) -> None:
-    rank, _ = _layout.rank_and_world()
-    logger.log(level if not rank else logging.DEBUG, "%s", message)
+    logger.log(once_per_job(level), "%s", message)
 
 
 def _tell(

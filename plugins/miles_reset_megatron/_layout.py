@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from miles_reset import CheckpointError
-from miles_reset.agree import initialized
+from miles_reset.agree import rank_and_world
 
 _SIZES = {
     "tp": "get_tensor_model_parallel_world_size",
@@ -13,15 +13,6 @@ _SIZES = {
     "cp": "get_context_parallel_world_size",
     "ep": "get_expert_model_parallel_world_size",
 }
-
-
-def rank_and_world() -> tuple[int, int]:
-    """Return this rank, and the number of ranks."""
-    if not initialized():
-        return 0, 1
-    import torch
-
-    return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
 def _parallel_state() -> Any:

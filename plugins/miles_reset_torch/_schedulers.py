@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from miles_reset.scheduler import SchedulerRule
+from miles_reset.scheduler import SchedulerRule, put
 
 _LIBRARY = "torch.optim.lr_scheduler"
 
@@ -20,30 +20,14 @@ def _one_cycle(scheduler: Any) -> Sequence[str]:
     return ("lr", "initial_lr", "max_lr", "min_lr", *_momentum(scheduler))
 
 
-def _put(group: Any, key: str, value: Any) -> None:
-    if hasattr(group.get(key), "fill_"):
-        group[key].fill_(value)
-    else:
-        group[key] = value.item() if hasattr(value, "item") else value
-
-
 def _last_rates(scheduler: Any) -> None:
-    """Write the rates that it set last, and those that it starts from."""
+    """Write the rates that it set last, and those that it starts from, unless only those inside have some."""
     for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
-        _put(group, "lr", rate)
+        put(group, "lr", rate)
     for group, base in zip(
         scheduler.optimizer.param_groups, getattr(scheduler, "base_lrs", ()), strict=False
     ):
-        _put(group, "initial_lr", base)
-
-
-def _chained_rates(scheduler: Any) -> None:
-    """Write the rates of all schedulers together; those inside have written theirs before."""
-    first = scheduler._schedulers[0]
-    for i, rate in enumerate(scheduler._last_lr):
-        _put(first.optimizer.param_groups[i], "lr", rate)
-        if hasattr(first, "base_lrs"):
-            _put(first.optimizer.param_groups[i], "initial_lr", first.base_lrs[i])
+        put(group, "initial_lr", base)
 
 
 def _cyclic_rates(scheduler: Any) -> None:
@@ -92,8 +76,8 @@ def _rebase(scheduler: Any, rate: float) -> None:
     floor = float(getattr(scheduler, "eta_min", 0))
     for i, group in enumerate(scheduler.optimizer.param_groups):
         scale = (rate - floor) / (scheduler.base_lrs[i] - floor)
-        _put(group, "lr", floor + (group["lr"] - floor) * scale)
-        _put(group, "initial_lr", rate)
+        put(group, "lr", floor + (group["lr"] - floor) * scale)
+        put(group, "initial_lr", rate)
         scheduler.base_lrs[i] = rate
     scheduler._last_lr = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
 
@@ -109,8 +93,8 @@ def _rebase_inner(scheduler: Any, rate: float) -> None:
         one.base_lrs = [rate] * len(groups)
         one._last_lr = list(map(float, rates))
     for group, now in zip(groups, rates, strict=True):
-        _put(group, "lr", now)
-        _put(group, "initial_lr", rate)
+        put(group, "lr", now)
+        put(group, "initial_lr", rate)
     scheduler._last_lr = list(map(float, rates))
 
 
@@ -146,9 +130,8 @@ SCHEDULERS = [
     ),
     SchedulerRule(f"{_LIBRARY}.CyclicLR", _cyclic, settle=_cyclic_rates, forgets=_scale),
     SchedulerRule(f"{_LIBRARY}.OneCycleLR", _one_cycle, settle=_one_cycle_rates),
-    SchedulerRule(f"{_LIBRARY}.ReduceLROnPlateau", ("lr",), settle=_last_rates),
-    SchedulerRule(f"{_LIBRARY}.SequentialLR", settle=_chained_rates, rebase=_rebase_inner),
-    SchedulerRule(f"{_LIBRARY}.ChainedScheduler", settle=_chained_rates, rebase=_rebase_inner),
+    SchedulerRule(f"{_LIBRARY}.SequentialLR", settle=_last_rates, rebase=_rebase_inner),
+    SchedulerRule(f"{_LIBRARY}.ChainedScheduler", settle=_last_rates, rebase=_rebase_inner),
     SchedulerRule("torch.optim.swa_utils.SWALR", ("lr", "initial_lr", "swa_lr"),
         settle=_last_rates, forgets=_swa),
 ]  # fmt: skip
