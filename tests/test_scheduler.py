@@ -313,3 +313,57 @@ def test_functions_of_a_trainer_are_not_copied() -> None:
     policy = ResumePolicy.from_dict({"optimizer": "fresh"})
     saved = {"iteration": 1, "scheduler": scheduler.state_dict()}
     plan_resume(policy, saved, optimizer=run.optimizer, scheduler=scheduler).apply()
+
+
+@pytest.mark.parametrize("name", ["SequentialLR", "ChainedScheduler"])
+@pytest.mark.parametrize("saved_at", [2, SAVED_AT])
+def test_an_overridden_rate_scales_the_schedulers_inside(name: str, saved_at: int) -> None:
+    run, right, resumed = Run(name, "SGD", 1.0), Run(name, "SGD", 0.5), Run(name, "SGD", 0.1)
+    run.step(saved_at)
+    whole = [groups[0]["lr"] for groups in right.step(STEPS)]
+    policy = ResumePolicy.from_dict({"overrides": {"lr": 0.5}})
+    plan_resume(policy, run.saved(), optimizer=resumed.optimizer, scheduler=resumed.scheduler).apply()
+    rates = [groups[0]["lr"] for groups in resumed.step(STEPS - saved_at)]
+    assert rates == pytest.approx(whole[saved_at:], rel=1e-12)
+
+
+def test_a_scheduler_of_a_user_s_own_comes_back_where_no_groups_were_saved() -> None:
+    run, resumed = Run("StepLR", "SGD", 1.0), Run("StepLR", "SGD", 0.1)
+    run.scheduler, resumed.scheduler = Absolute(run.optimizer), Absolute(resumed.optimizer)
+    run.step(SAVED_AT)
+    saved = {**run.saved(), "optimizer": None}
+    policy = ResumePolicy.from_dict({"optimizer": "fresh"})
+    plan_resume(policy, saved, optimizer=resumed.optimizer, scheduler=resumed.scheduler).apply()
+    assert resumed.step(5) == run.step(5)
+    assert resumed.optimizer.param_groups[0]["initial_lr"] == 1.0
+
+
+def averaging(rate: float, averaged: float) -> Run:
+    run = Run("StepLR", "SGD", rate)
+    run.scheduler = SWALR(run.optimizer, averaged, anneal_epochs=15)
+    return run
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_the_rate_that_swalr_anneals_to_is_in_the_groups_alone(in_file: bool) -> None:
+    run, resumed = averaging(1.0, 0.05), averaging(1.0, 0.5)
+    run.step(SAVED_AT)
+    saved = run.saved() if in_file else {**run.saved(), "optimizer": None}
+    policy = ResumePolicy.from_dict({"optimizer": "fresh"})
+    plan = plan_resume(policy, saved, optimizer=resumed.optimizer, scheduler=resumed.scheduler)
+    assert any("SWALR keeps swa_lr in the param groups alone" in note for note in plan.notes)
+    plan.apply()
+    assert (resumed.step(STEPS) == run.step(STEPS)) == in_file
+
+
+def test_a_scale_of_a_user_s_own_cannot_be_saved_and_that_is_said() -> None:
+    def cyclic(run: Run) -> Run:
+        run.scheduler = schedulers.CyclicLR(run.optimizer, 0.1, 1.0, step_size_up=4, scale_fn=lambda x: 0.5)
+        return run
+
+    run, resumed = (cyclic(Run("StepLR", "SGD", 1.0)) for _ in range(2))
+    run.step(3)
+    plan = plan_resume(ResumePolicy(), run.saved(), optimizer=resumed.optimizer, scheduler=resumed.scheduler)
+    assert plan.notes == ("CyclicLR cannot save its scale_fn: the live one goes on",)
+    plan.apply()
+    assert resumed.step(STEPS) == run.step(STEPS)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from variants import Options, Setting, Table, draw
+from variants import Options, Setting, Table, draw, step_some
 
-from miles_reset.testing import Parameters, Trial, assert_reset_is_fresh, sample_parameters, trial_of
+from miles_reset import reset_optimizer_states
+from miles_reset.testing import WARMUPS, Parameters, Trial, assert_reset_is_fresh, sample_parameters, trial_of
 
 schedulefree = pytest.importorskip("schedulefree")
 
@@ -43,12 +44,46 @@ def build(cls: type[Any], parameters: Parameters, options: Options) -> Trial:
     return stepping(cls(parameters, **options), parameters)
 
 
-TABLE = Table(CLASSES, VARIANTS, {"plain": Setting(build=build)}, {})
+SETTINGS = {
+    "plain": Setting(build=build),
+    "many steps": Setting(build=build, law={"warmups": WARMUPS, "further": 12}, once=True),
+}
+TABLE = Table(CLASSES, VARIANTS, SETTINGS, {})
 
 
 @pytest.mark.parametrize("case", TABLE.cases())
 def test_a_reset_is_fresh(case: Any) -> None:
     case.assert_reset_is_fresh()
+
+
+def groups_of(optimizer: Any) -> list[dict[str, Any]]:
+    groups = optimizer.param_groups
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_what_no_later_step_reads_is_fresh_too(name: str) -> None:
+    parameters = sample_parameters()
+    optimizer, fresh = (CLASSES[name](parameters) for _ in range(2))
+    step_some(stepping(optimizer, parameters))
+    if hasattr(fresh, "train"):
+        fresh.train()
+    reset_optimizer_states(optimizer)
+    assert groups_of(optimizer) == groups_of(fresh)
+    for parameter, entry in optimizer.state.items():
+        copies = [entry[key] for key in "xyz" if key in entry]
+        assert copies
+        assert all(torch.equal(copy, parameter) for copy in copies)
+
+
+@pytest.mark.parametrize("name", ["ScheduleFreeWrapper", "ScheduleFreeWrapperReference"])
+def test_groups_below_a_wrapper_are_fresh_too(name: str) -> None:
+    parameters = [parameter for parameter in sample_parameters() if parameter.ndim]
+    base, fresh = (torch.optim.SGD(parameters, lr=0.01) for _ in range(2))
+    wrapper, _ = (getattr(schedulefree, name)(inner) for inner in (base, fresh))
+    step_some(stepping(wrapper, parameters))
+    reset_optimizer_states(wrapper)
+    assert groups_of(base) == groups_of(fresh)
 
 
 @pytest.mark.parametrize("name", ["ScheduleFreeWrapper", "ScheduleFreeWrapperReference"])

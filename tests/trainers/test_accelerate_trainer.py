@@ -10,8 +10,10 @@ import torch
 from miles_reset import CheckpointError, ResumePolicy, reset_optimizer_states
 
 pytest.importorskip("accelerate")
+from accelerate import Accelerator
 from tiny_accelerate import Run
 
+from miles_reset.testing import Parameters, Trial, assert_reset_is_fresh, trial_of
 from miles_reset_accelerate import resume_accelerate
 
 
@@ -89,3 +91,11 @@ def test_its_wrapper_is_unwrapped() -> None:
     run.train(2)
     reset_optimizer_states(run.optimizer)
     assert run.clock() == 0
+
+
+@pytest.mark.parametrize("build", [torch.optim.AdamW, torch.optim.NAdam])
+def test_a_reset_through_the_wrapper_is_fresh(build: Any) -> None:
+    def wrapped(parameters: Parameters) -> Trial:
+        return trial_of(Accelerator(cpu=True).prepare(build(parameters, lr=0.01)), parameters)
+
+    assert_reset_is_fresh(wrapped)
