@@ -20,7 +20,7 @@ from miles_reset.agree import TIMEOUT, agree, once_per_job, rank_and_world
 from miles_reset.checkpoint.opening import open_checkpoint
 from miles_reset.checkpoint.saved import Checkpoint, check_sizes
 from miles_reset.discovery import default_registry
-from miles_reset.errors import CheckpointError, PolicyError, ResetError
+from miles_reset.errors import NOTHING_CHANGED, CheckpointError, PolicyError, ResetError
 from miles_reset.fit import fitted, is_plain, load, match, saved_groups
 from miles_reset.policy import PARTS, ResumePolicy, Verdict, decide
 from miles_reset.receipt import PartLine, ResumeReport, Told
@@ -156,12 +156,12 @@ class _Planner:
         verdicts = {
             name: self._decide(name, live.get(name)) for name in dict.fromkeys([*PARTS, *self.extras])
         }
-        if refusals := [f"{name}: {v.reason}" for name, v in verdicts.items() if v.outcome == "refuse"]:
-            first = next(name for name, verdict in verdicts.items() if verdict.outcome == "refuse")
-            detail = self.checkpoint.part(first).detail
-            raise CheckpointError(
-                self.checkpoint.path, first, f"is refused. {'; '.join(refusals)}. {detail}".rstrip()
-            )
+        if refused := {name: v.reason for name, v in verdicts.items() if v.outcome == "refuse"}:
+            first = next(iter(refused))
+            why = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
+            detail = self.checkpoint.part(first).detail.replace(NOTHING_CHANGED, "").strip()
+            problem = f'is refused. {why}. {detail} Bring it back, or say "fresh" for it in the policy.'
+            raise CheckpointError(self.checkpoint.path, first, " ".join(problem.split()))
         work = _Work(self, verdicts)
         rates = work.prepare()
         lines = tuple(self._line(name, verdict) for name, verdict in verdicts.items())
