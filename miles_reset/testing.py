@@ -138,9 +138,9 @@ def assert_reset_is_fresh(
     differed = False
     for warmup in warmups:
         for round_trip in round_trips:
-            build = partial(_build, factory, parameters())
+            build = partial(build_trial, factory, parameters())
             what = f"{warmup} warm-up steps{', state saved and loaded' if round_trip else ''}"
-            subject, control = build(None), build(None)
+            subject, control = build(), build()
             for trial in (subject, control):
                 _warm_up(trial, warmup, round_trip)
                 _set(trial, hyperparameters, registry)
@@ -159,8 +159,14 @@ def assert_reset_is_fresh(
         )
 
 
-def _build(factory: Factory, first: Parameters, like: Trial | None) -> Trial:
-    """Build a trial over the first parameters, or a twin over another trial's current weights."""
+def build_trial(factory: Factory, first: Parameters, like: Trial | None = None) -> Trial:
+    """Build a trial over copies of parameters, or a twin over copies of another trial's current weights.
+
+    Args:
+        factory: As for :func:`assert_reset_is_fresh`.
+        first: The parameters.
+        like: The other trial.
+    """
     source = first if like is None else like.weights()
     copies = [torch.nn.Parameter(p.detach().clone(), p.requires_grad) for p in source]
     built = factory(copies)

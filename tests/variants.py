@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -150,6 +151,8 @@ class Case:
         cls: The class.
         options: The options of the variant.
         setting: The setting.
+        title: The setting's name.
+        package: The distribution that the class comes in.
         adapt: Makes parameters ones that the class takes.
         has_history: Whether the variant remembers anything.
     """
@@ -157,6 +160,8 @@ class Case:
     cls: type[Optimizer]
     options: Options
     setting: Setting
+    title: str
+    package: str
     adapt: Callable[[Parameters], Parameters]
     has_history: bool
 
@@ -190,6 +195,8 @@ class Table:
         wrong: Those where upstream runs, and computes what no law can hold of.
         adapt: Makes parameters ones that a class takes, given its name.
         has_history: Whether a variant remembers anything, given name and options.
+        package: The distribution that the classes come in, as its index spells it.
+        sample: One case in how many is run where it is not a census: the first of each class always is.
     """
 
     classes: Mapping[str, type[Optimizer]]
@@ -199,15 +206,22 @@ class Table:
     wrong: Collection[tuple[str, str]] = ()
     adapt: Callable[[str, Parameters], Parameters] = lambda name, parameters: parameters
     has_history: Callable[[str, Options], bool] = lambda name, options: True
+    package: str = "torch"
+    sample: int = 1
 
     def cases(self) -> list[Any]:
         """List what is held to the law."""
         wrong = pytest.mark.skip(reason="upstream runs it, and computes it wrong")
-        return [
-            pytest.param(case, id=title, marks=wrong if key in self.wrong else ())
-            for title, key, case in self._cases()
-            if key not in self.refused
-        ]
+        held, seen = [], set()
+        for title, key, case in self._cases():
+            if key in self.refused:
+                continue
+            marks = [wrong] if key in self.wrong else []
+            if case.cls in seen and zlib.crc32(title.encode()) % self.sample:
+                marks.append(pytest.mark.census)
+            seen.add(case.cls)
+            held.append(pytest.param(case, id=title, marks=marks))
+        return held
 
     def refusals(self) -> list[Any]:
         """List what upstream cannot step, each with its error and a pattern of the message."""
@@ -224,5 +238,6 @@ class Table:
                 if setting.fits(cls) and not (setting.once and options is not variants[0]):
                     words = [name, *(f"{key}={value}" for key, value in options.items()), title]
                     remembers = self.has_history(name, options)
-                    case = Case(cls, options, setting, partial(self.adapt, name), remembers)
+                    adapt = partial(self.adapt, name)
+                    case = Case(cls, options, setting, title, self.package, adapt, remembers)
                     yield "-".join(words), (name, title), case

@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 from collections.abc import Iterator
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -126,7 +126,15 @@ def has_history(name: str, options: Options) -> bool:
     return options.get("momentum") != 0 or name == "PSGDPro"
 
 
-TABLE = Table(REGISTERED, VARIANTS, SETTINGS, REFUSED, adapt=adapt, has_history=has_history)
+TABLE = Table(
+    REGISTERED,
+    VARIANTS,
+    SETTINGS,
+    REFUSED,
+    adapt=adapt,
+    has_history=has_history,
+    package="emerging-optimizers",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -137,8 +145,8 @@ def nothing_is_compiled() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("case", TABLE.cases())
-def test_reset_is_fresh(case: Case) -> None:
-    case.assert_reset_is_fresh()
+def test_reset_is_fresh(case: Case, hold: Any) -> None:
+    hold(case)
 
 
 @pytest.mark.parametrize(("case", "error", "match"), TABLE.refusals())

@@ -39,12 +39,12 @@ SETTINGS = {
     "bfloat16": Setting(parameters=cast(torch.bfloat16), once=True),
     "a parameter of zeros": Setting(parameters=one_is_zero, once=True),
 }
-TABLE = Table({"Prodigy": prodigyopt.Prodigy}, {"Prodigy": VARIANTS}, SETTINGS, {})
+TABLE = Table({"Prodigy": prodigyopt.Prodigy}, {"Prodigy": VARIANTS}, SETTINGS, {}, package="prodigyopt")
 
 
 @pytest.mark.parametrize("case", TABLE.cases())
-def test_a_reset_is_fresh(case: Any) -> None:
-    case.assert_reset_is_fresh()
+def test_a_reset_is_fresh(case: Any, hold: Any) -> None:
+    hold(case)
 
 
 def test_what_no_later_step_reads_is_fresh_too() -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 from itertools import cycle
+from typing import Any
 
 import pytest
 import torch
@@ -181,8 +182,8 @@ TABLE = Table(OPTIMIZERS, VARIANTS, SETTINGS, REFUSED, WRONG, adapt)
 
 
 @pytest.mark.parametrize("case", TABLE.cases())
-def test_reset_is_fresh(case: Case) -> None:
-    case.assert_reset_is_fresh()
+def test_reset_is_fresh(case: Case, hold: Any) -> None:
+    hold(case)
 
 
 @pytest.mark.parametrize(("case", "error", "match"), TABLE.refusals())

@@ -1,0 +1,9 @@
+"""What the optimizers of came-pytorch remember."""
+
+from miles_reset import StateSchema, hookimpl
+
+
+@hookimpl
+def miles_reset_schemas() -> list[StateSchema]:
+    """Return the schemas of came-pytorch."""
+    return []
