@@ -132,8 +132,8 @@ class Initial:
         """Return the result of ``function(parameter, group, optimizer)``, a pure function.
 
         It is called while the reset is planned, so it may raise. A tensor of the same shape and
-        dtype is copied in place; any other result replaces what is there. Parameter and group are
-        None where the slot belongs to neither.
+        dtype is copied in place, and so is each in a list of as many; any other result replaces
+        what is there. Parameter and group are None where the slot belongs to neither.
         """
         return cls(Kind.COMPUTED, function)
 

@@ -141,7 +141,7 @@ def plan_value(initial: Initial, value: Any, site: Site) -> Iterator[Write]:
         case Kind.NONE:
             yield site.write(How.SET, value, None)
         case Kind.COMPUTED:
-            yield _computed(initial, value, site)
+            yield from _put(_compute(initial, site), value, site)
         case Kind.CONSTANT | Kind.IDENTITY | Kind.COPY | Kind.EMPTY | Kind.SEEDED if value is None:
             return  # made lazily, and not made yet: as fresh as it can be
         case Kind.EMPTY:
@@ -243,18 +243,27 @@ def _storage(tensor: torch.Tensor) -> int:
     return local(tensor).untyped_storage().data_ptr()
 
 
-def _computed(initial: Initial, value: Any, site: Site) -> Write:
+def _compute(initial: Initial, site: Site) -> Any:
     try:
         with torch.no_grad():
-            new = initial.value(site.parameter, site.group, site.node.obj)
+            return initial.value(site.parameter, site.group, site.node.obj)
     except Exception as error:
         raise site.refusal(f"starts as {initial}, which failed: {error!r}") from error
+
+
+def _put(new: Any, value: Any, site: Site) -> Iterator[Write]:
+    """Yield the writes that put a computed value, or the items of a list of such, where one is."""
+    if type(new) is type(value) is list and len(new) == len(value):
+        for i, item in enumerate(new):
+            yield from _put(item, value[i], site._replace(container=value, key=i))
+        return
     if not isinstance(new, torch.Tensor):
-        return site.write(How.SET, value, new)
+        yield site.write(How.SET, value, new)
+        return
     if site.parameter is not None and _storage(new) == _storage(site.parameter):
         new = new.clone()  # never put the weights themselves into the state
     alike = isinstance(value, torch.Tensor) and (value.shape, value.dtype) == (new.shape, new.dtype)
-    return site.write(How.COPY if alike else How.REPLACE, value, new)
+    yield site.write(How.COPY if alike else How.REPLACE, value, new)
 
 
 def _parts(value: object, parts: dict[str, Any], site: Site) -> Iterator[Write]:

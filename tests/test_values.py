@@ -202,6 +202,17 @@ def test_a_computed_value_of_another_shape_replaces_and_says_so() -> None:
     assert torch.equal(optimizer.state[weight]["key"], torch.full((2,), 3.0))
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_computed_list_is_copied_into_one_of_as_many(count: int) -> None:
+    tensors = [torch.full((2, 2), 9.0), torch.full((2,), 9.0)]
+    new = [torch.eye(2), torch.ones(2), torch.zeros(())][:count]
+    got = reset(tensors, Initial.computed(lambda *_: new))
+    assert (got is tensors) == (count == 2)
+    assert all(map(torch.equal, got, new))
+    if count == 2:
+        assert not {id(one) for one in got} & {id(one) for one in new}
+
+
 def fail(*_: object) -> None:
     raise ZeroDivisionError("no rate")
 
