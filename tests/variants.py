@@ -1,12 +1,15 @@
 """Hold many optimizer classes to the law of a reset: each in its variants, each variant in every setting."""
 
 import contextlib
+import importlib
 import inspect
+import pkgutil
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, product
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -112,6 +115,24 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
+
+
+# What there is
+
+
+def optimizers_in(package: ModuleType) -> dict[str, type[Optimizer]]:
+    """Return the optimizers that a package, or a module of one, defines, by name."""
+    modules = [package]
+    for found in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{package.__name__}."):
+        with contextlib.suppress(ImportError):  # a module for what is not installed here
+            modules.append(importlib.import_module(found.name))
+    classes = [cls for module in modules for cls in vars(module).values() if isinstance(cls, type)]
+    mine = (package.__name__, f"{package.__name__}.")
+    return {
+        cls.__name__: cls
+        for cls in classes
+        if issubclass(cls, Optimizer) and (cls.__module__ == mine[0] or cls.__module__.startswith(mine[1]))
+    }
 
 
 # What is held to the law
