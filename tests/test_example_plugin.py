@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 from fakes import fresh_environment
 
-EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "miles-reset-lion"
+EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "miles-reset-calm"
 
 USE = """
 import torch
-from lion_pytorch import Lion
+from calm import Calm
 from miles_reset import reset_optimizer_states
 
 weight = torch.nn.Parameter(torch.ones(2))
 weight.grad = torch.ones(2)
-optimizer = Lion([weight])
+optimizer = Calm([weight])
 optimizer.step()
-(average,) = (state["exp_avg"] for state in optimizer.state.values())
-assert average.any()
+(mean,) = (state["mean"] for state in optimizer.state.values())
+assert mean.any()
 report = reset_optimizer_states(optimizer)
-assert not average.any()
+assert not mean.any()
 print(*(f"{line.path} {line.key} {line.plugin}" for line in report.lines), sep="\\n")
 """
 
@@ -30,7 +30,7 @@ print(*(f"{line.path} {line.key} {line.plugin}" for line in report.lines), sep="
 @pytest.mark.slow
 def test_the_example_is_installed_listed_used_and_passes_its_own_test(tmp_path: Path) -> None:
     """One test, for the environment takes longer than what is done in it."""
-    source = shutil.copytree(EXAMPLE, tmp_path / "miles-reset-lion")  # builds leave files behind
+    source = shutil.copytree(EXAMPLE, tmp_path / "miles-reset-calm")  # builds leave files behind
     python = fresh_environment(tmp_path / "environment")
 
     def run(*command: str | Path) -> str:
@@ -39,12 +39,8 @@ def test_the_example_is_installed_listed_used_and_passes_its_own_test(tmp_path: 
         return done.stdout
 
     run(python, "-m", "pip", "install", ".[test]")
-    (lion,) = json.loads(run(python.parent / "miles-reset", "plugins", "lion", "--json"))["plugins"]
-    assert (lion["name"], lion["distribution"], lion["version"]) == ("lion", "miles-reset-lion", "0.1.0")
-    assert {claim["target"]: claim["status"] for claim in lion["claims"]} == {
-        "lion_pytorch.cautious_lion.Lion": "ok",
-        "lion_pytorch.foreach.Lion": "ok",
-        "lion_pytorch.lion_pytorch.Lion": "ok",
-    }
-    assert run(python, "-c", USE) == "Lion exp_avg lion\n"
-    assert "3 passed" in run(python, "-m", "pytest", "-p", "no:cacheprovider")
+    (calm,) = json.loads(run(python.parent / "miles-reset", "plugins", "calm", "--json"))["plugins"]
+    assert (calm["name"], calm["distribution"], calm["version"]) == ("calm", "miles-reset-calm", "0.1.0")
+    assert {claim["target"]: claim["status"] for claim in calm["claims"]} == {"calm.Calm": "ok"}
+    assert run(python, "-c", USE) == "Calm mean calm\nCalm decay calm\n"
+    assert "2 passed" in run(python, "-m", "pytest", "-p", "no:cacheprovider")
