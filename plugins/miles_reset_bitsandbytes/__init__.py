@@ -1,16 +1,16 @@
 """What the optimizers of bitsandbytes remember: moments of 8 bits or of 32, paged or not.
 
-Read off bitsandbytes 0.50, and what older versions kept beside. Codes of 8 bits are zero when fresh, and so is their
-scale, ``absmax``. The tables that they are codes into, ``qmap``, are none of it: with a table of zeros the first
-step is right, and the second is not.
+Read off bitsandbytes 0.50, and what older versions kept beside. Codes of 8 bits are zero when fresh, and so
+is their scale, ``absmax``. The tables that they are codes into, ``qmap``, are none of it: with a table of
+zeros the first step is right, and the second is not.
 """
 
 from typing import Any
 
 from miles_reset import Initial, Slot, StateSchema, clock, history, hookimpl, kept, momentum, variance
 
-# `initialized` is set at the first step, after which overrides of options by module are not looked up again. In
-# versions before 0.50, scales of a whole tensor, and past norms of gradients, to clip at a percentile.
+# `initialized` is set at the first step, after which overrides of options by module are not looked up again.
+# `gnorm_vec` is of versions before 0.50: past norms of gradients, to clip at a percentile.
 _COMMON = (
     clock("step"), history("unorm_vec"), history("gnorm_vec"),
     history("initialized", at="attribute"), kept("name2qmap", at="attribute"),
@@ -18,7 +18,7 @@ _COMMON = (
 
 
 def _moment(number: int) -> tuple[Slot, ...]:
-    """Return what stands beside the codes of a moment."""
+    """Return what stands beside the codes of a moment: one scale for all, in versions before 0.50."""
     scales = (history(f"{key}{number}") for key in ("absmax", "max", "new_max"))
     return (kept(f"qmap{number}"), *scales)
 
