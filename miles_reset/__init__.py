@@ -51,18 +51,21 @@ from miles_reset.wrapper import UnwrapRule
 
 if typing.TYPE_CHECKING:
     from miles_reset.checkpoint.opening import open_checkpoint
+    from miles_reset.partial import PartialReport, reset_some_states
     from miles_reset.policy import ResumePolicy
     from miles_reset.receipt import ResumeReport
     from miles_reset.resume import ResumePlan, plan_resume
 
 _LATER = {
+    "PartialReport": "partial",
     "ResumePlan": "resume",
     "ResumePolicy": "policy",
     "ResumeReport": "receipt",
     "open_checkpoint": "checkpoint.opening",
     "plan_resume": "resume",
+    "reset_some_states": "partial",
 }
-"""What is imported when it is first asked for: a reset needs neither pydantic nor YAML."""
+"""What is imported when it is first asked for: a whole reset needs neither pydantic nor YAML."""
 
 
 def __getattr__(name: str) -> typing.Any:
@@ -77,6 +80,7 @@ __all__ = [
     "CheckpointError",
     "ConflictError",
     "Initial",
+    "PartialReport",
     "PluginError",
     "PolicyError",
     "RankDisagreementError",
@@ -107,6 +111,7 @@ __all__ = [
     "plan_reset",
     "plan_resume",
     "reset_optimizer_states",
+    "reset_some_states",
     "scratch",
     "variance",
 ]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 # fixed address; a released storage's address is its view's offset. Whatever is below is looked at.
 _SUSPECT = 1 << 40
 _NEVER = np.uint64(2**64 - 1)
-_IN_PLACE = (How.FILL, How.DIAGONAL, How.COPY)
+_IN_PLACE = (How.FILL, How.DIAGONAL, How.COPY, How.MERGE)
 
 
 def check_tensors(writes: list[Write], weights: list[torch.Tensor]) -> list[Write]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -76,6 +76,15 @@ class Draft:
             else:
                 self.writes.append(write)
                 self.rows.append(Row(slot, initial, write.how, part.nodes))
+
+    def plan_entries(self, slots: Mapping[Any, Slot], part: Found) -> None:
+        """Plan the removal of whole entries, which hold these slots."""
+        states = [node.obj.state for node in part.nodes]
+        self.writes.append(
+            Write(How.REMOVE_ENTRY, part.nodes, states, None, part.containers, part.parameters)
+        )
+        rows = (Row(slot, Initial.ABSENT_ENTRY, How.REMOVE_ENTRY, part.nodes) for slot in slots.values())
+        self.rows += rows
 
     def _plan_each(self, slot: Slot, initial: Initial, batch: Batch, found: Found) -> None:
         merged: dict[tuple[How, Any, Any], Write] = {}

@@ -16,24 +16,31 @@ import torch
 
 from miles_reset.aliasing import check_tensors
 from miles_reset.batch import Batch, Found
-from miles_reset.draft import Draft, Row
+from miles_reset.draft import Draft
 from miles_reset.errors import ResetError, UndeclaredStateError, UnreachableStateError
 from miles_reset.registry import Registry
 from miles_reset.schema import Initial, Place, Slot
-from miles_reset.values import PLAIN_TENSORS, How, Site, Write
+from miles_reset.values import PLAIN_TENSORS, Site
 from miles_reset.walk import Node, Tree
 from miles_reset.wrapper import UnwrapRule
 
 
-def plan_tree(tree: Tree, registry: Registry, *, strict: bool = True) -> Draft:
+def plan_tree(tree: Tree, registry: Registry, *, strict: bool = True, draft: Draft | None = None) -> Draft:
     """Plan the reset of all that a walk found, without changing anything.
+
+    Args:
+        tree: What the walk found.
+        registry: Where classes are looked up.
+        strict: Whether an undeclared key is an error; otherwise it is left alone and listed.
+        draft: What the plan is written into; an empty one that takes all, by default.
 
     Raises:
         UndeclaredStateError: State under a key that no record names (only if ``strict``).
         UnreachableStateError: State that cannot be written now.
         UnsupportedOptimizerState: State that cannot be brought to a fresh value.
     """
-    draft = Draft(left_alone=list(tree.left_alone))
+    draft = Draft() if draft is None else draft
+    draft.left_alone += tree.left_alone
     batches = _alike(tree.leaves)
     for nodes in batches:
         _plan_leaves(draft, nodes, registry, strict)
@@ -166,11 +173,7 @@ def _plan_entries(
                 draft.plan_slot(slot, batch, part._replace(key=key, values=values))
             continue
         _slots(draft, batch, list(columns), part.nodes[0], Place.STATE, strict=True)
-        states = [node.obj.state for node in part.nodes]
-        draft.writes.append(
-            Write(How.REMOVE_ENTRY, part.nodes, states, None, part.containers, part.parameters)
-        )
-        draft.rows += (Row(slot, initial, How.REMOVE_ENTRY, part.nodes) for slot in slots.values())
+        draft.plan_entries(slots, part)
 
 
 def _plan_rest(draft: Draft, batch: Batch) -> None:

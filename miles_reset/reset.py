@@ -53,9 +53,7 @@ class ResetPlan(Account):
         return self._execute()
 
     def _execute(self) -> ResetReport:
-        for tensor in self._draft.grown:
-            tensor.detach_()
-        _write(self._draft.writes)
+        write_all(self._draft)
         report = ResetReport(self.rows, self.leaves, self.left_alone)
         level = logging.INFO if self.leaves else logging.WARNING
         logger.log(once_per_job(level), "%s", report.summary("reset"))
@@ -153,6 +151,13 @@ _AT_ONCE = 1540
 110 and of the 770 that torch's CUDA kernels take in a launch."""
 
 
+def write_all(draft: Draft) -> None:
+    """Write what was planned."""
+    for tensor in draft.grown:
+        tensor.detach_()
+    _write(draft.writes)
+
+
 @torch.no_grad()
 def _write(writes: Iterable[Write]) -> None:
     fills: dict[str, list[Write]] = {}
@@ -225,6 +230,12 @@ def _write_others(write: Write) -> None:
         case How.COPY:
             for tensor, source in zip(write.old, write.new, strict=True):
                 tensor.copy_(source)
+        case How.MERGE:
+            for tensor, (mask, fresh) in zip(write.old, write.new, strict=True):
+                if isinstance(fresh, torch.Tensor):
+                    tensor.copy_(torch.where(mask(), fresh, tensor))
+                else:
+                    tensor.masked_fill_(mask(), fresh)
         case How.CLEAR:
             for container in write.old:
                 container.clear()

@@ -33,6 +33,7 @@ class How(enum.StrEnum):
     REPLACE = "replaced"
     REMOVE = "removed"
     REMOVE_ENTRY = "removed with its entry"
+    MERGE = "filled in part, in place"
 
 
 @dataclass(slots=True)
@@ -46,7 +47,8 @@ class Write:
         key: The key in each container.
         old: The live values.
         new: One number for all (FILL, DIAGONAL, SEED), or a value for each. REMOVE_ENTRY has the
-            keys of the entries here: its containers are the mappings that hold the entries.
+            keys of the entries here: its containers are the mappings that hold the entries. MERGE has
+            pairs: what gives the mask of what is written, and the number or tensor that is written.
     """
 
     how: How

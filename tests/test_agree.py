@@ -21,6 +21,7 @@ from miles_reset import (
     ResumePolicy,
     plan_resume,
     reset_optimizer_states,
+    reset_some_states,
 )
 from miles_reset.agree import agree
 
@@ -95,7 +96,13 @@ def scenarios(folder: str) -> None:
     with pytest.raises(RankDisagreementError, match=rf"ranks \[{last}\] refuse.*'unheard of'"):
         reset_optimizer_states(optimizer, group=group)
     assert str(optimizer.state_dict()) == before
+    with pytest.raises(RankDisagreementError, match=rf"ranks \[{last}\] refuse.*'unheard of'"):
+        reset_some_states(optimizer, slots=["momentum"], group=group)
+    with pytest.raises(RankDisagreementError, match=rf"ranks \[{last}\] refuse.*'speed'"):
+        reset_some_states(stepped(), slots=["speed"] if rank == last else ["momentum"], group=group)
+    assert str(optimizer.state_dict()) == before
     assert reset_optimizer_states(stepped(), group=group).changed == 3
+    assert reset_some_states(stepped(), slots=["momentum"], group=group).fraction == 1
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ NAMES = [
     "CheckpointError",
     "ConflictError",
     "Initial",
+    "PartialReport",
     "PluginError",
     "PolicyError",
     "RankDisagreementError",
@@ -40,6 +41,7 @@ NAMES = [
     "plan_reset",
     "plan_resume",
     "reset_optimizer_states",
+    "reset_some_states",
     "scratch",
     "variance",
 ]

@@ -24,3 +24,11 @@ def test_the_blocks_of_the_page_on_policies_run(tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     blocks = [block for block in run_page.blocks(page.read_text()) if block.language != "text"]
     assert run_page.run(page, {"__name__": "__main__"}) == len(blocks)
+
+
+def test_the_blocks_on_partial_resets_run(tmp_path: Path) -> None:
+    text = (README.parent / "docs" / "trainers.md").read_text()
+    section = text.split("## Forget a part")[1].split("\n## ")[0]
+    page = tmp_path / "part.md"
+    page.write_text(section)
+    assert run_page.run(page, {"__name__": "__main__"}) == 2
