@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import inspect
 import pkgutil
+import warnings
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +16,18 @@ from typing import Any
 import pytest
 import torch
 from torch.optim import LBFGS, Optimizer, SparseAdam
+from torch.utils import _pytree as pytree
 
-from miles_reset.testing import Parameters, Trial, assert_reset_is_fresh, sample_parameters, trial_of
+from miles_reset import reset_optimizer_states
+from miles_reset.testing import (
+    Parameters,
+    Trial,
+    assert_reset_is_fresh,
+    build_trial,
+    same_bits,
+    sample_parameters,
+    trial_of,
+)
 
 Options = dict[str, Any]
 Refusal = tuple[type[Exception], str]
@@ -107,6 +118,20 @@ def no_gradient(cls: type[Optimizer], parameters: Parameters, options: Options) 
     return Trial(optimizer, lambda i: (early if i < 6 else late).step(i), lambda: parameters)
 
 
+def not_finite(cls: type[Optimizer], parameters: Parameters, options: Options, build: Build = build) -> Trial:
+    """Spoil all state after the fourth step, as a gradient that overflows would."""
+    inner = build(cls, parameters, options)
+
+    def step(i: int) -> None:
+        inner.step(i)
+        if i == 3:
+            for value in pytree.tree_leaves(list(inner.optimizer.state.values())):
+                if isinstance(value, torch.Tensor):
+                    value.fill_(torch.nan)
+
+    return Trial(inner.optimizer, step, inner.weights)
+
+
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
@@ -124,7 +149,8 @@ def optimizers_in(package: ModuleType) -> dict[str, type[Optimizer]]:
     """Return the optimizers that a package, or a module of one, defines, by name."""
     modules = [package]
     for found in pkgutil.walk_packages(getattr(package, "__path__", ()), f"{package.__name__}."):
-        with contextlib.suppress(ImportError):  # a module for what is not installed here
+        with contextlib.suppress(ImportError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # some are deprecated, some are for what is not installed here
             modules.append(importlib.import_module(found.name))
     classes = [cls for module in modules for cls in vars(module).values() if isinstance(cls, type)]
     mine = (package.__name__, f"{package.__name__}.")
@@ -197,6 +223,28 @@ class Case:
         with default_dtype(self.setting.default_dtype):
             assert_reset_is_fresh(self.build, parameters=self.parameters, **law)
 
+    def assert_late_gradients_are_fresh(self) -> None:
+        """Assert the law, on weights, where the first has no gradient in the two steps after the reset.
+
+        A count that is kept for all is then no longer at the start when its gradient comes.
+        """
+        with default_dtype(self.setting.default_dtype):
+            subject = build_trial(self.build, self.parameters())
+            for i in range(4):
+                subject.step(i)
+            reset_optimizer_states(subject.optimizer)
+            twin = build_trial(self.build, self.parameters(), subject)
+            for trial in (subject, twin):
+                first = trial.weights()[0]
+                late = trial.optimizer.register_step_pre_hook(
+                    lambda *_, first=first: setattr(first, "grad", None)
+                )
+                for i in range(4, 9):
+                    if i == 6:
+                        late.remove()
+                    trial.step(i)
+            assert all(map(same_bits, subject.weights(), twin.weights()))
+
     def step_load_and_step(self) -> None:
         with default_dtype(self.setting.default_dtype):
             trial = step_some(self.build(self.parameters()))
@@ -243,6 +291,13 @@ class Table:
             seen.add(case.cls)
             held.append(pytest.param(case, id=title, marks=marks))
         return held
+
+    def first_cases(self) -> list[Any]:
+        """List the first case of each class."""
+        first: dict[str, Any] = {}
+        for title, (name, _), case in self._cases():
+            first.setdefault(name, pytest.param(case, id=title))
+        return list(first.values())
 
     def refusals(self) -> list[Any]:
         """List what upstream cannot step, each with its error and a pattern of the message."""

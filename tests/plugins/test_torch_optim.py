@@ -19,6 +19,7 @@ from variants import (
     cast,
     draw,
     no_gradient,
+    not_finite,
     step_some,
     step_with,
 )
@@ -107,20 +108,6 @@ def differentiable(cls: type[Optimizer], leaves: Parameters, options: Options) -
         optimizer.load_state_dict(detached)
 
     return Trial(optimizer, step, lambda: weights, save_and_load)
-
-
-def not_finite(cls: type[Optimizer], parameters: Parameters, options: Options) -> Trial:
-    """Spoil all state after the fourth step, as a gradient that overflows would."""
-    inner = build(cls, parameters, options)
-
-    def step(i: int) -> None:
-        inner.step(i)
-        if i == 3:
-            for value in pytree.tree_leaves(list(inner.optimizer.state.values())):
-                if isinstance(value, torch.Tensor):
-                    value.fill_(torch.nan)
-
-    return Trial(inner.optimizer, step, inner.weights)
 
 
 def complex_parameters() -> Parameters:
