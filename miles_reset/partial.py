@@ -177,7 +177,7 @@ class _PartialDraft(Draft):
             for i, entry in enumerate(part.containers):
                 size = _size(entry[key])
                 self._count(slot, part._replace(key=key), i, size if whole and i in chosen else 0, size)
-        if chosen and whole:
+        if whole:
             super().plan_entries(slots, part.select(chosen))
 
     def _takes(self, slot: Slot, found: Found, i: int) -> bool:
@@ -225,7 +225,6 @@ class _PartialDraft(Draft):
             fresh = write.new[0] if write.how is How.COPY else write.new
             merge = (lambda tensor=value, about=parameter: self.choice.mask(about, tensor), fresh)
             self.writes.append(replace(write, how=How.MERGE, new=[merge]))
-        self.found += one.found
         self._count(slot, found, i, self.choice.count(parameter, value), 0)
 
     def _count(self, slot: Slot, found: Found, i: int, reset: int, of: int) -> None:

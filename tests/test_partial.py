@@ -8,7 +8,16 @@ import pytest
 import torch
 from torch import nn
 
-from miles_reset import UnsupportedOptimizerState, load_registry, reset_some_states
+from miles_reset import (
+    Initial,
+    StateSchema,
+    UnsupportedOptimizerState,
+    clock,
+    hookimpl,
+    load_registry,
+    momentum,
+    reset_some_states,
+)
 from miles_reset.partial import PartialReport
 from miles_reset.testing import same_bits
 
@@ -314,6 +323,54 @@ def test_history_that_is_no_moment_is_reset_in_part_only_by_name() -> None:
         reset_some_states(optimizer, keep=0.5)
     reset_some_states(optimizer, rows={weight: [1]}, slots=["step_size"])
     assert optimizer.state[weight]["step_size"][:, 0].tolist() == pytest.approx([0.6, 0.5, 0.6, 0.6])
+
+
+def test_what_is_given_up_when_fresh_is_given_up_whole() -> None:
+    weights = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))]
+    optimizer = torch.optim.SGD(weights, momentum=0.9, dampening=0.5)
+    for weight in weights:
+        weight.grad = torch.ones(3)
+    optimizer.step()
+    with pytest.raises(UnsupportedOptimizerState, match="would be removed, which cannot be done in part"):
+        reset_some_states(optimizer, rows={weights[0]: [1]})
+    reset_some_states(optimizer, parameters=weights[:1])
+    assert "momentum_buffer" not in optimizer.state[weights[0]]
+    assert optimizer.state[weights[1]]["momentum_buffer"].tolist() == [1.0] * 3
+
+
+class Gated(torch.optim.SGD):
+    """Makes two things behind one presence test."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = {"mean": parameter.grad.clone(), "count": 1}
+
+
+class GatedPlugin:
+    @hookimpl
+    def miles_reset_schemas(self) -> list[StateSchema]:
+        gate = momentum("mean", Initial.ABSENT_ENTRY)
+        return [StateSchema(f"{Gated.__module__}.Gated", gate, clock("count"))]
+
+
+def test_an_entry_is_given_up_whole() -> None:
+    weights = [nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))]
+    optimizer = Gated(weights)
+    for weight in weights:
+        weight.grad = torch.ones(3)
+    optimizer.step()
+    registry = load_registry(plugins=[GatedPlugin()], entry_points=False)
+    with pytest.raises(UnsupportedOptimizerState, match="with its whole entry only"):
+        reset_some_states(optimizer, slots=["clock"], registry=registry)
+    report = reset_some_states(optimizer, parameters=weights[1:], registry=registry)
+    assert list(optimizer.state) == weights[:1]
+    assert report.fraction == 0.5
+
+
+def test_nothing_is_said_of_the_next_update_where_nothing_was_reset() -> None:
+    _, optimizer = adam(1)
+    report = reset_some_states(optimizer, parameters=[])
+    assert (report.fraction, report.notes) == (0, ())
 
 
 def test_a_tensor_that_what_is_kept_shares_is_refused() -> None:
