@@ -296,6 +296,10 @@ def _held(name: str, container: Any, key: Any, value: Any) -> Iterator[_Held]:
     elif isinstance(value, Mapping):
         for inner, item in value.items():
             yield from _held(f"{name}, {inner!r}", value, inner, item)
+    elif isinstance(value, torch.Tensor) and hasattr(type(local(value)), "__tensor_flatten__"):
+        tensor: Any = local(value)
+        for part in tensor.__tensor_flatten__()[0]:
+            yield from _held(f"{name}, {part!r}", value, part, getattr(tensor, part))
     elif isinstance(value, (torch.Tensor, int, float, complex)):
         yield _Held(name, container, key, value)
 

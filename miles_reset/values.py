@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import enum
 import random
+from cmath import isfinite
 from collections.abc import Iterator, MutableMapping
 from dataclasses import dataclass, replace
-from math import inf
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -204,8 +204,11 @@ def _tensor(initial: Initial, tensor: torch.Tensor, site: Site) -> Iterator[Writ
             raise site.refusal("starts as an identity matrix and is sharded over ranks")
         if initial.kind is Kind.COPY and getattr(source, "placements", None) != tensor.placements:
             raise site.refusal("starts as a copy of a parameter that is sharded otherwise")
-        site = site._replace(container=None)
-        tensor, source = local(tensor), None if source is None else local(source)
+        site = site._replace(container=None, parameter=None if source is None else local(source))
+        if hasattr(type(local(tensor)), "__tensor_flatten__"):  # quantized, and then sharded
+            yield from _tensor(initial, local(tensor), site)
+            return
+        tensor, source = local(tensor), site.parameter
     if initial.kind is Kind.IDENTITY and tensor.ndim > 2:
         raise site.refusal(f"starts as an identity matrix and has {tensor.ndim} dimensions")
     if initial.kind in (Kind.CONSTANT, Kind.IDENTITY):
@@ -232,12 +235,14 @@ def check_number(number: Any, dtype: torch.dtype, site: Site) -> None:
     Raises:
         UnsupportedOptimizerState: It overflows, or an integer type would cut it.
     """
-    try:
-        held = torch.full((), number, dtype=dtype)
-    except RuntimeError as error:
-        raise site.refusal(f"starts as {number}, which is no {dtype}: {error}") from error
-    cut = held.item() != number if not (dtype.is_floating_point or dtype.is_complex) else held.isinf()
-    if cut and abs(number) != inf:
+    if dtype.is_floating_point or dtype.is_complex:
+        fits = not isfinite(number) or abs(number) <= torch.finfo(dtype).max
+    else:
+        try:
+            fits = torch.full((), number, dtype=dtype).item() == number
+        except RuntimeError as error:
+            raise site.refusal(f"starts as {number}, which is no {dtype}: {error}") from error
+    if not fits:
         raise site.refusal(f"starts as {number}, which is no {dtype}")
 
 

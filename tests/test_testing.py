@@ -1,10 +1,12 @@
 """Show that the law fails where a reset is wrong, and says where; what passes it is in tests/plugins."""
 
+from contextlib import nullcontext
 from itertools import count
 
 import pytest
 import torch
 from fakes import plugin
+from quantized import Codes
 from torch.optim import SGD, Adam, NAdam, Optimizer
 from variants import cast
 
@@ -194,3 +196,30 @@ def test_a_step_that_fails_after_the_reset_is_told_of_as_such() -> None:
     registry = load_registry(plugins=[plugin("presence", schema)], entry_points=False)
     with pytest.raises(AssertionError, match=r"after the reset .* a step raises KeyError\('second'\)"):
         assert_reset_is_fresh(Presence, registry=registry)
+
+
+class Coded(Toy):
+    """Keeps its mean in a tensor made of others."""
+
+    __module__ = "toys"
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            table = torch.arange(256.0)
+            state = self.state[parameter]
+            mean = state.setdefault("mean", Codes(torch.zeros(parameter.shape, dtype=torch.uint8), table))
+            mean.codes.add_(1)
+            parameter.sub_(mean.table[mean.codes.long()], alpha=self.rate())
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_law_sees_what_a_tensor_is_made_of(right: bool) -> None:
+    codes = history("codes", at="attribute") if right else kept("codes", at="attribute")
+    parts = StateSchema(class_name(Codes), codes, kept("table", at="attribute"))
+    registry = load_registry(
+        plugins=[plugin("coded", StateSchema(class_name(Coded), momentum("mean")), parts)]
+    )
+    expected = nullcontext() if right else pytest.raises(AssertionError, match=r"'mean', 'codes' off by")
+    with expected:
+        assert_reset_is_fresh(Coded, registry=registry, warmups=(3,), round_trips=[False])

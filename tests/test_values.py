@@ -282,6 +282,34 @@ def test_a_tensor_made_of_tensors_is_reset_by_the_schema_of_its_class() -> None:
     assert torch.equal(table, torch.arange(4.0))
 
 
+def test_a_tensor_made_of_tensors_is_reset_where_it_is_one_rank_s_part_too() -> None:
+    from quantized import Codes
+
+    class Sharded(Codes):
+        placements = ()
+
+    codes, table = torch.full((4,), 9, dtype=torch.uint8), torch.arange(4.0)
+    schema = StateSchema(
+        f"{Codes.__module__}.{Codes.__qualname__}",
+        history("codes", at="attribute"),
+        kept("table", at="attribute"),
+    )
+    whole = Sharded(codes, table)
+    whole._local_tensor = Codes(codes, table)
+    reset(whole, Initial.ZEROS, parameter(4), schema)
+    assert not codes.any()
+    assert torch.equal(table, torch.arange(4.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_numbers_of_eight_bits_are_filled(dtype: torch.dtype) -> None:
+    tensor = torch.full((2,), 3.0).to(dtype)
+    assert reset(tensor, Initial.ZEROS) is tensor
+    assert not tensor.float().any()
+    with pytest.raises(UnsupportedOptimizerState, match=r"which is no torch\.float8"):
+        reset(tensor, Initial.constant(1e6))
+
+
 def test_slow_weights_in_an_attribute_keyed_by_parameter_become_copies_of_it() -> None:
     weight = parameter(2)
     optimizer = Toy([weight])
