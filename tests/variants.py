@@ -79,6 +79,24 @@ def loss_of(parameters: Parameters, i: int) -> Callable[[], torch.Tensor]:
     return closure
 
 
+def step_with_curvature(optimizer: Optimizer, parameters: Parameters) -> Trial:
+    """Make a trial for an optimizer that differentiates the gradients: the Hessian is not diagonal."""
+
+    def step(i: int) -> None:
+        far = [parameter - draw(parameter, i) for parameter in parameters]
+        loss = sum((0.1 * distance**4 + distance**2).sum() + distance.sum() ** 2 for distance in far)
+        for parameter in parameters:
+            parameter.grad = None
+        grads = torch.autograd.grad(loss, parameters, create_graph=True)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(i)
+            optimizer.step()
+
+    return Trial(optimizer, step, lambda: parameters)
+
+
 def lookup_in(parameters: Parameters, i: int) -> Callable[[], None]:
     """Return a closure that gives each parameter the sparse gradient of an embedding."""
 

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from variants import Options, Setting, Table, cast, no_gradient, not_finite, optimizers_in
+from variants import (
+    Options,
+    Setting,
+    Table,
+    cast,
+    no_gradient,
+    not_finite,
+    optimizers_in,
+    step_with_curvature,
+)
 
 from miles_reset.testing import WARMUPS, Parameters, Trial, trial_of
 
@@ -99,24 +108,8 @@ LEFT_OUT = {"Lookahead": "a wrapper: held to the law below"}
 
 
 def build(cls: type[Any], parameters: Parameters, options: Options) -> Trial:
-    """Step with gradients; for second derivatives, with those of a loss that is not quadratic."""
-    optimizer = cls(parameters, **options)
-    inner = trial_of(optimizer, parameters)
-    if cls.__name__ != "Adahessian":
-        return inner
-
-    def step(i: int) -> None:
-        generator = torch.Generator().manual_seed(i)
-        far = [p - torch.randn(p.shape, generator=generator) for p in parameters]
-        loss = sum((0.1 * distance**4 + distance**2).sum() + distance.sum() ** 2 for distance in far)
-        for parameter in parameters:
-            parameter.grad = None
-        grads = torch.autograd.grad(loss, parameters, create_graph=True)
-        for parameter, grad in zip(parameters, grads, strict=True):
-            parameter.grad = grad
-        optimizer.step()
-
-    return Trial(optimizer, step, inner.weights)
+    step_with = step_with_curvature if cls.__name__ == "Adahessian" else trial_of
+    return step_with(cls(parameters, **options), parameters)
 
 
 SETTINGS = {
