@@ -13,6 +13,7 @@
      + CheckpointError
      |  - UnsafeCheckpointError
      + RankDisagreementError
+     + DraftError
 
 Each carries its parts as attributes, says where and whose, and what to do.
 A reset that raises one of them has changed nothing.
@@ -213,3 +214,19 @@ class RankDisagreementError(ResetError):
         said = "; ".join(f"rank {rank}: {verdict}" for rank, verdict in each.items())
         super().__init__(f"The ranks do not agree: {why}. Of them, {said}. {NOTHING_CHANGED}")
         self.verdicts = dict(verdicts)
+
+
+class DraftError(ResetError):
+    """No schema can be drafted: the optimizer cannot be built here, or not be stepped.
+
+    Attributes:
+        target: What was to be built.
+    """
+
+    def __init__(self, target: str, problem: str) -> None:
+        how = (
+            "Give its options, other parameters, or a factory: a function that is handed a list of parameters "
+            "and returns the optimizer, or a miles_reset.testing.Trial that says how to step it."
+        )
+        super().__init__(f"{target} cannot be built or stepped: {problem}. {how}")
+        self.target = target

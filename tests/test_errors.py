@@ -30,6 +30,7 @@ from miles_reset import (
     momentum,
     plan_reset,
 )
+from miles_reset.errors import DraftError
 
 Chain = class_named("lib.ChainedOptimizer")
 
@@ -120,6 +121,7 @@ ONE_OF_EACH = [
     CheckpointError("state.pt", "optimizer", "is torn."),
     UnsafeCheckpointError("state.pt", "posix.system"),
     RankDisagreementError({0: "ready", 1: "the file is not there"}),
+    DraftError("lion.Lion", "TypeError('it takes matrices')"),
 ]
 
 
