@@ -1,4 +1,4 @@
-"""How checkpoints of Hugging Face's Trainer are read, and how it resumes by a policy.
+"""How Hugging Face's Trainer resumes by a policy and its checkpoints are read, and what its optimizers remember.
 
 ::
 
@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from miles_reset import hookimpl
+from miles_reset import StateSchema, UnwrapRule, clock, history, hookimpl, momentum, variance
 from miles_reset.checkpoint import Checkpoint, CheckpointReader, Source, number
 
 if TYPE_CHECKING:
@@ -50,6 +50,30 @@ def _open(source: Source) -> Checkpoint:
         if (path / name).exists():
             facts["optimizer"] = f"{name} is what FSDP or DeepSpeed wrote, and comes back by them"
     return Checkpoint(str(path), "transformers", parts, iteration_unit="step", facts=facts)
+
+
+@hookimpl
+def miles_reset_schemas() -> list[StateSchema]:
+    """Return the schemas of transformers, read off version 5.24; AdamW is of versions before 5."""
+    return [
+        StateSchema("transformers.optimization.Adafactor",
+            momentum("exp_avg"), variance("exp_avg_sq"),
+            variance("exp_avg_sq_row"), variance("exp_avg_sq_col"), history("RMS"), clock("step")),
+        StateSchema("transformers.optimization.AdamW",
+            momentum("exp_avg"), variance("exp_avg_sq"), clock("step")),
+    ]  # fmt: skip
+
+
+def _held(wrapper: Any) -> list[tuple[str, Any]] | None:
+    """List the optimizers that step in hooks, one for each parameter."""
+    held = wrapper.optimizer_dict
+    return None if held is None else [(str(number), child) for number, child in enumerate(held.values())]
+
+
+@hookimpl
+def miles_reset_unwrap_rules() -> list[UnwrapRule]:
+    """Return the rule of what stands for the optimizers of a Trainer that steps layer by layer."""
+    return [UnwrapRule("transformers.trainer_pt_utils.LayerWiseDummyOptimizer", _held)]
 
 
 @hookimpl

@@ -1,12 +1,21 @@
 """Hugging Face's Trainer, resumed and reset by a policy."""
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from miles_reset import PolicyError, ResumePolicy, open_checkpoint, plan_resume, reset_optimizer_states
+from miles_reset import (
+    PolicyError,
+    ResetReport,
+    ResumePolicy,
+    ResumeReport,
+    open_checkpoint,
+    plan_resume,
+    reset_optimizer_states,
+)
 
 logger = logging.getLogger("miles_reset")
 
@@ -17,14 +26,25 @@ class ResumePolicyCallback(TrainerCallback):  # type: ignore[misc, unused-ignore
     The reset comes before the save at the same step. A run that resumes where one is due resets again, which
     changes nothing if it was done, and makes up for it if it was not.
 
-    Args:
-        policy: Whose ``reset`` is followed; its unit is ``step`` or ``epoch``.
+    Attributes:
+        policy: What is followed.
+        resumed: The receipt of the resume, where :func:`use_policy` carried one out.
+        last_reset: The receipt of the last reset.
     """
 
-    def __init__(self, policy: ResumePolicy) -> None:
+    def __init__(self, policy: ResumePolicy, log: Callable[[dict[str, float]], Any] | None = None) -> None:
+        """Make a callback.
+
+        Args:
+            policy: Whose ``reset`` is followed; its unit is ``step`` or ``epoch``.
+            log: Is told of each reset, besides the logger ``miles_reset``: the trainer's ``log``, say.
+        """
         if policy.reset.unit not in ("step", "epoch"):
             raise PolicyError("reset.unit", f"is {policy.reset.unit!r}; the Trainer counts steps and epochs.")
         self.policy = policy
+        self.resumed: ResumeReport | None = None
+        self.last_reset: ResetReport | None = None
+        self._log = log
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **live: Any) -> None:
         """Make up for what was due when the checkpoint was saved."""
@@ -45,9 +65,11 @@ class ResumePolicyCallback(TrainerCallback):  # type: ignore[misc, unused-ignore
         unit = self.policy.reset.unit
         done = state.global_step if unit == "step" else round(state.epoch)
         if self.policy.reset.due(done):
-            reset_optimizer_states(_inner(live["optimizer"]))
+            self.last_reset = report = reset_optimizer_states(_inner(live["optimizer"]))
             if state.is_world_process_zero:
-                logger.info("reset the optimizer after %s %s", unit, done)
+                logger.info("optimizer reset at %s %s: %s", unit, done, report.summary("reset"))
+            if self._log is not None:
+                self._log({"optimizer_reset_values": report.changed})
 
 
 def use_policy(trainer: Trainer, policy: ResumePolicy) -> Trainer:
@@ -61,7 +83,7 @@ def use_policy(trainer: Trainer, policy: ResumePolicy) -> Trainer:
         policy: What comes back, and when the optimizer is reset.
 
     Returns:
-        The trainer.
+        The trainer, with a :class:`ResumePolicyCallback`, which has the receipts.
 
     Raises:
         PolicyError: The policy asks for what a Trainer does not do.
@@ -71,7 +93,8 @@ def use_policy(trainer: Trainer, policy: ResumePolicy) -> Trainer:
         raise PolicyError("iteration", problem)
     if trainer.is_deepspeed_enabled:
         raise PolicyError("optimizer", "comes back by DeepSpeed itself, which knows no policy.")
-    trainer.add_callback(ResumePolicyCallback(policy))
+    callback = ResumePolicyCallback(policy, trainer.log)
+    trainer.add_callback(callback)
     load_rng = trainer._load_rng_state
     restores_rng = False
 
@@ -92,7 +115,7 @@ def use_policy(trainer: Trainer, policy: ResumePolicy) -> Trainer:
             extras={"grad_scaler": scaler} if scaler is not None else {},
         )
         restores_rng = any(line.part == "rng" and line.outcome == "restore" for line in plan.parts)
-        plan.apply()
+        callback.resumed = plan.apply()
 
     def load_rng_state(checkpoint: str | None) -> None:
         if restores_rng:
