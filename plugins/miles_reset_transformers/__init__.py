@@ -1,4 +1,4 @@
-"""How Hugging Face's Trainer resumes by a policy and its checkpoints are read, and what its optimizers remember.
+"""What Hugging Face's Trainer saves and how it resumes by a policy, and what its optimizers remember.
 
 ::
 
