@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import enum
 import json
-import re
-import tomllib
-from collections import Counter
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
 
 from miles_reset.checkpoint.saved import Presence
 from miles_reset.errors import PolicyError
+from miles_reset.policy_file import explain, nearest, read_policy
 
 
 class Action(enum.StrEnum):
@@ -36,11 +32,6 @@ PartAction = Literal["restore", "restore-if-present", "fresh"]
 OptimizerAction = Literal["restore", "restore-if-present", "fresh", "reset"]
 Unit = Literal["step", "epoch", "rollout", "sample"]
 Override = bool | int | float | str | list[float]
-
-LARGEST = 1 << 14
-"""The bytes that a policy file may have. Real ones have a few hundred."""
-DEEPEST = 20
-"""How deep a YAML policy may be nested. Real ones are 2 deep."""
 
 
 class _Strict(BaseModel):
@@ -123,13 +114,13 @@ class ResumePolicy(_Strict):
             PolicyError: The file is not there, not readable, or no policy.
         """
         path = Path(path)
-        return cls._checked(_read(path), str(path))
+        return cls._checked(read_policy(path), str(path))
 
     @classmethod
     def preset(cls, name: str) -> Self:
         """Return a policy by the name of what it does; see :data:`PRESETS`."""
         if name not in PRESETS:
-            raise PolicyError("preset", f"there is no preset {name!r}{_nearest(name, PRESETS)}.")
+            raise PolicyError("preset", f"there is no preset {name!r}{nearest(name, PRESETS)}.")
         return cls._checked(PRESETS[name][1], f"preset {name}")
 
     @classmethod
@@ -139,7 +130,7 @@ class ResumePolicy(_Strict):
         try:
             return cls.model_validate(dict(data))
         except ValidationError as error:
-            raise PolicyError(*_explain(cls, error, source)) from error
+            raise PolicyError(*explain(error.errors(include_url=False), _keys(cls), source)) from error
         except RecursionError as error:
             raise PolicyError("policy", f"{source} contains itself.") from error
 
@@ -245,85 +236,6 @@ def decide(action: str | int, presence: Presence, *, live: bool, chosen: bool) -
     return Verdict("refuse", f"the policy says {action}, and it was not saved: {presence}")
 
 
-def _read(path: Path) -> Any:
-    suffix = path.suffix.lower()
-    if suffix not in (".toml", ".yaml", ".yml"):
-        raise PolicyError("policy", f"{path} is neither .toml nor .yaml nor .yml.")
-    try:
-        with path.open("rb") as file:
-            raw = file.read(LARGEST + 1)
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        reason = getattr(error, "strerror", None) or error
-        raise PolicyError("policy", f"{path} cannot be read: {reason}.") from error
-    if len(raw) > LARGEST:
-        raise PolicyError("policy", f"{path} has more than {LARGEST:,} bytes, and is no policy.")
-    try:
-        text = raw.decode()
-        if suffix == ".toml":
-            return tomllib.loads(text)
-        _scan(text, path)
-        return yaml.load(text, _NoDuplicates)  # a SafeLoader
-    except PolicyError:
-        raise
-    except Exception as error:
-        what = " ".join(str(error).split()) or type(error).__name__
-        raise PolicyError("policy", f"{path} is not readable as {suffix[1:].upper()}: {what}.") from error
-
-
-def _scan(text: str, path: Path) -> None:
-    """Refuse what a small file can use to grow large, before it does."""
-    depth = 0
-    for token in yaml.scan(text):
-        if isinstance(token, (yaml.AliasToken, yaml.AnchorToken)):
-            raise PolicyError("policy", f"{path} has YAML anchors or aliases, which a policy does not need.")
-        depth += isinstance(token, _OPENING) - isinstance(token, _CLOSING)
-        if depth > DEEPEST:
-            raise PolicyError("policy", f"{path} is nested more than {DEEPEST} deep, and is no policy.")
-
-
-_OPENING = (
-    yaml.FlowSequenceStartToken,
-    yaml.FlowMappingStartToken,
-    yaml.BlockSequenceStartToken,
-    yaml.BlockMappingStartToken,
-)
-_CLOSING = (yaml.FlowSequenceEndToken, yaml.FlowMappingEndToken, yaml.BlockEndToken)
-
-
-class _NoDuplicates(yaml.SafeLoader):
-    """Refuses a key that is there twice, as TOML does."""
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        counted = Counter(str(self.construct_object(key, deep=True)) for key, _ in node.value)
-        if twice := sorted(key for key, count in counted.items() if count > 1):
-            raise ValueError(f"{', '.join(twice)} is there twice")
-        return super().construct_mapping(node, deep)
-
-
-_NoDuplicates.add_implicit_resolver(  # 1e-4, which YAML 1.1 takes for text
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-def _explain(cls: type[BaseModel], error: ValidationError, source: str) -> tuple[str, str]:
-    """Return the part and one sentence for the first fault of a policy."""
-    first = error.errors(include_url=False)[0]
-    steps = [str(step) for step in first["loc"]]
-    where = ".".join(step for step in steps if not step.startswith(("literal[", "constrained")))
-    if first["type"] == "extra_forbidden":
-        fields = ResetSchedule.model_fields if steps[:-1] == ["reset"] else cls.model_fields
-        return where, f"{source} has a key {where!r} that no policy has{_nearest(steps[-1], fields)}."
-    if first["type"] == "value_error":
-        return where or "policy", f"{source}: {first['msg'].removeprefix('Value error, ')}."
-    value, what, near = first["input"], first["msg"].lower(), ""
-    if allowed := first.get("ctx", {}).get("expected"):
-        what = f"one of {allowed}"
-        near = _nearest(
-            str(value), [option.strip("' ") for option in allowed.replace(" or ", ",").split(",")]
-        )
-    return where, f"{source}: {where} is {value!r}; it must be {what}{near}."
-
-
-def _nearest(name: str, known: Any) -> str:
-    near = get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; the nearest is {near[0]!r}" if near else f"; known are {', '.join(sorted(known))}"
+def _keys(cls: type[BaseModel]) -> dict[str, list[str]]:
+    """Return the keys that a policy, and each table in it, may have."""
+    return {"": list(cls.model_fields), "reset": list(ResetSchedule.model_fields)}

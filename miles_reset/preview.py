@@ -25,6 +25,8 @@ def preview(policy: ResumePolicy, checkpoint: Checkpoint) -> list[PartLine]:
         saved, action = checkpoint.part(name), policy.action(name)
         verdict = decide(action, saved.presence, live=True, chosen=True)
         what = saved.where if saved.there else str(saved.presence)
+        if verdict.outcome == "fresh" and name not in ("optimizer", "scheduler", "iteration", "rng"):
+            verdict = verdict._replace(reason=f"{verdict.reason}; nothing, where there is no live one")
         lines.append(PartLine(name, what, str(action), policy.chosen_by(name), *verdict))
     return lines
 

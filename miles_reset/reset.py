@@ -52,10 +52,10 @@ class ResetPlan(Account):
             raise UnreachableStateError(node.path, reason)
         return self._execute()
 
-    def _execute(self) -> ResetReport:
+    def _execute(self, level: int = logging.INFO) -> ResetReport:
         write_all(self._draft)
         report = ResetReport(self.rows, self.leaves, self.left_alone)
-        level = logging.INFO if self.leaves else logging.WARNING
+        level = level if self.leaves else logging.WARNING
         logger.log(once_per_job(level), "%s", report.summary("reset"))
         return report
 

@@ -43,10 +43,13 @@ ORDER = [
     "choice",
     "moments",
     "partial",
+    "policy_file",
     "policy",
     "fit",
     "rng",
     "receipt",
+    "judging",
+    "carrying",
     "resume",
     "cadence",
 ]

@@ -108,6 +108,9 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"allow": ["os.system; rm"]}, r"allow\.0 is 'os.system; rm'"),
     ({"overrides": {"lr": {"a": 1}}}, r"overrides\.lr"),
     ({"extras": "all"}, r"extras is 'all'"),
+    ({"reset": {"scheduler": "fresh"}}, r"has 'scheduler' under \[reset\]; it belongs to the top"),
+    ({"scheduler": False}, r"scheduler is False; it must be one of .*; YAML takes on, off, yes and no for"),
+    ({"iteration": "100"}, r"iteration is '100'; it must be .*; a number stands without quotes"),
 ]
 
 
@@ -119,7 +122,19 @@ def test_what_no_policy_may_say_is_one_clear_error(data: dict[str, Any], said: s
     assert str(caught.value).endswith("Nothing was changed.")
 
 
+def test_all_mistakes_are_said_at_once() -> None:
+    with pytest.raises(PolicyError) as caught:
+        ResumePolicy.from_dict(
+            {"optimiser": "fresh", "scheduler": "off", "reset": {"evry": 2}, "rng": "fresh"}
+        )
+    said = str(caught.value)
+    assert [said.count(word) for word in ("'optimiser'", "scheduler is 'off'", "'reset.evry'")] == [1, 1, 1]
+    assert [said.count(f"({number})") for number in (1, 3, 4)] == [1, 1, 0]
+    assert said.count("Nothing was changed.") == 1
+
+
 BROKEN: list[tuple[str, str | bytes, str]] = [
+    ("bare.toml", "optimizer = fresh\n", "TOML has text in quotes"),
     ("big.toml", b"#" * 10_000_000, "has more than 16,384 bytes"),
     ("big.yaml", b"#" * 10_000_000, "has more than 16,384 bytes"),
     ("aliases.yaml", "a: &a [1]\nb: *a\n", "has YAML anchors or aliases"),

@@ -68,7 +68,7 @@ def fit(
         max_steps=steps,
         max_epochs=-1,
         accelerator="cpu",
-        logger=False,
+        logger=more.pop("logger", False),
         enable_checkpointing=more.pop("enable_checkpointing", False),
         enable_progress_bar=False,
         enable_model_summary=False,

@@ -6,8 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from miles_reset import (
     PolicyError,
+    ResetReport,
     ResumePlan,
     ResumePolicy,
+    ResumeReport,
     plan_resume,
     reset_optimizer_states,
 )
@@ -35,11 +37,18 @@ class ResumePolicyCallback(Callback):  # type: ignore[misc, unused-ignore]
     comes before the save at the same step. A run that resumes where one is due resets again, which changes
     nothing if it was done, and makes up for it if it was not.
 
-    Args:
-        policy: What comes back, and when the optimizers are reset: in the unit ``step`` or ``epoch``.
+    Attributes:
+        policy: What is followed.
+        resumed: The receipts of the resume, one for each optimizer.
+        last_reset: The receipt of the last reset, of all optimizers.
     """
 
     def __init__(self, policy: ResumePolicy) -> None:
+        """Make a callback.
+
+        Args:
+            policy: What comes back, and when the optimizers are reset: in the unit ``step`` or ``epoch``.
+        """
         super().__init__()
         if policy.reset.unit not in ("step", "epoch"):
             raise PolicyError("reset.unit", f"is {policy.reset.unit!r}; Lightning counts steps and epochs.")
@@ -47,6 +56,8 @@ class ResumePolicyCallback(Callback):  # type: ignore[misc, unused-ignore]
             problem = f"is {policy.iteration}; Lightning goes on where its loops were saved, or at 0 (fresh)."
             raise PolicyError("iteration", problem)
         self.policy = policy
+        self.resumed: list[ResumeReport] = []
+        self.last_reset: ResetReport | None = None
         self._saved: Checkpoint | None = None
         self._steps = 0
 
@@ -70,8 +81,7 @@ class ResumePolicyCallback(Callback):  # type: ignore[misc, unused-ignore]
         if self._saved is None:
             return
         plans = [self._plan(trainer, pl_module, i) for i in range(len(trainer.optimizers))]
-        for plan in plans:
-            plan.apply()
+        self.resumed = [plan.apply() for plan in plans]
         self._saved = None
         unit = self.policy.reset.unit
         done = self._steps if unit == "step" else trainer.current_epoch
@@ -117,7 +127,8 @@ class ResumePolicyCallback(Callback):  # type: ignore[misc, unused-ignore]
         )
 
     def _reset(self, trainer: Any, unit: str, done: int) -> None:
-        for optimizer in trainer.optimizers:
-            reset_optimizer_states(optimizer)
+        self.last_reset = report = reset_optimizer_states(trainer.optimizers)
         if trainer.is_global_zero:
-            logger.info("reset the optimizer after %s %s", unit, done)
+            logger.info("optimizer reset at %s %s: %s", unit, done, report.summary("reset"))
+        for own in trainer.loggers:
+            own.log_metrics({"optimizer_reset_values": report.changed}, step=trainer.global_step)

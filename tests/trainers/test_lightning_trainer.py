@@ -11,6 +11,7 @@ from miles_reset import CheckpointError, PolicyError, ResumePolicy, open_checkpo
 
 pytest.importorskip("lightning")
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
 from tiny_lightning import fit
 
 from miles_reset_lightning import ResumePolicyCallback
@@ -73,8 +74,21 @@ def test_resets_follow_the_schedule(run: Any, tmp_path: Path, caplog: pytest.Log
     policy = {"reset": {"every": 4 if two else 2}}
     again = fit(tmp_path, straight.max_steps, by(policy), two=two, ckpt_path=path)[2]
     assert [clocks[0] for clocks in again.clocks.values()] == [0, 1, 0, 1]  # 4 was due when it was saved
-    done = [r.getMessage() for r in caplog.records if r.getMessage().startswith("reset the")]
-    assert done == [f"reset the optimizer after step {step * (1 + two)}" for step in (4, 6, 8)]
+    done = [r.getMessage() for r in caplog.records if r.getMessage().startswith("optimizer reset")]
+    optimizers = "2 optimizers" if two else "1 optimizer"
+    values = f"{6 * (1 + two)} values in {optimizers} reset."
+    assert done == [f"optimizer reset at step {step * (1 + two)}: {values}" for step in (4, 6, 8)]
+
+
+def test_receipts_are_in_the_trainers_own_log_and_at_the_callback(run: Any, tmp_path: Path) -> None:
+    path, (straight, _, _), two = run
+    callback = by({"reset": {"at": [6 * (1 + two)]}})
+    log = CSVLogger(tmp_path, name="", version="")
+    fit(tmp_path, straight.max_steps, callback, two=two, ckpt_path=path, logger=log)
+    lines = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert lines == ["optimizer_reset_values,step", f"{6 * (1 + two)},{6 * (1 + two)}"]
+    assert [receipt.iteration for receipt in callback.resumed] == [4 * (1 + two)] * (1 + two)
+    assert callback.last_reset.changed == 6 * (1 + two)
 
 
 def test_a_reset_comes_before_the_save_at_the_same_step(tmp_path: Path) -> None:
@@ -88,8 +102,8 @@ def test_a_reset_comes_before_the_save_at_the_same_step(tmp_path: Path) -> None:
 def test_a_batch_that_is_no_step_is_no_reset(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "miles_reset")
     fit(tmp_path, 3, by({"reset": {"at": [2]}}), accumulate_grad_batches=3)
-    done = [r.getMessage() for r in caplog.records if r.getMessage().startswith("reset the")]
-    assert done == ["reset the optimizer after step 2"]
+    done = [r.getMessage() for r in caplog.records if r.getMessage().startswith("optimizer reset")]
+    assert done == ["optimizer reset at step 2: 6 values in 1 optimizer reset."]
 
 
 def test_epochs_are_counted_too(tmp_path: Path) -> None:

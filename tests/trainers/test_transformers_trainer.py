@@ -58,8 +58,14 @@ def test_resets_follow_the_schedule_once_each(
     caplog.set_level(logging.INFO, "miles_reset")
     trainer = resumed(whole[0], tmp_path, {"reset": {"every": 2}})
     assert trainer.watch.clocks == {5: 0, 6: 1, 7: 0, 8: 1}  # 4 was due when it was saved
-    done = [r.getMessage() for r in caplog.records if r.getMessage().startswith("reset the")]
-    assert done == [f"reset the optimizer after step {step}" for step in (4, 6, 8)]
+    done = [r.getMessage() for r in caplog.records if r.getMessage().startswith("optimizer reset")]
+    values = "6 values in 1 optimizer reset."
+    assert done == [f"optimizer reset at step {step}: {values}" for step in (4, 6, 8)]
+    told = [entry["step"] for entry in trainer.state.log_history if entry.get("optimizer_reset_values") == 6]
+    assert told == [4, 6, 8], "the trainer's own log has them too"
+    callback = next(one for one in trainer.callback_handler.callbacks if hasattr(one, "last_reset"))
+    assert callback.resumed.iteration == 4
+    assert callback.last_reset.changed == 6
 
 
 def test_a_run_that_stops_at_a_reset_resets_as_one_that_does_not(tmp_path: Path) -> None:
