@@ -79,7 +79,7 @@ FOR_PLUGINS = {"checkpoint", "scheduler"}
 
 FOR_ADAPTERS = {"agree", "cadence", "policy", "receipt", "resume"}
 """Modules that the adapters of trainers import from, too."""
-RECORDS = {"__init__", "_schedulers", "_checkpoints"}
+RECORDS = {"__init__", "_schedulers", "_checkpoints", "_computed", "_moments", "_starts", "_wrappers"}
 """The modules of a plugin that give its records, and are no adapters."""
 
 
