@@ -75,7 +75,11 @@ def load_registry(
     known = {provider.plugin for provider, _ in installed} | set(seen)
     for name in sorted(off - known - ({point.name for point in _points()} if off else set())):
         logger.warning("%s or disabled= names %r, and no such plugin is installed.", DISABLE, name)
-    return Registry.build((provider, _records(provider, plugin)) for provider, plugin in found.items())
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return Registry.build(
+        (provider, _records(manager, provider, plugin)) for provider, plugin in found.items()
+    )
 
 
 def default_registry() -> Registry:
@@ -92,11 +96,14 @@ def _points() -> list[metadata.EntryPoint]:
 
 def _installed(off: set[str]) -> list[tuple[Provider, object]]:
     loaded = []
+    names: dict[int, tuple[str, str]] = {}  # of each distribution, whose metadata are dear to read
     for point in _points():
         if point.name in off:
             continue
         dist = point.dist
-        provider = Provider(point.name, dist.name if dist else "unknown", dist.version if dist else "")
+        if id(dist) not in names:
+            names[id(dist)] = (dist.name, dist.version) if dist else ("unknown", "")
+        provider = Provider(point.name, *names[id(dist)])
         try:
             loaded.append((provider, point.load()))
         except Exception as error:
@@ -111,9 +118,7 @@ def _name(plugin: object) -> str:
     return str(name).rpartition(".")[2].removeprefix("miles_reset_")
 
 
-def _records(provider: Provider, plugin: object) -> tuple[Any, ...]:
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
+def _records(manager: pluggy.PluginManager, provider: Provider, plugin: object) -> tuple[Any, ...]:
     try:
         manager.register(plugin, provider.plugin)
         manager.check_pending()
@@ -133,6 +138,7 @@ def _records(provider: Provider, plugin: object) -> tuple[Any, ...]:
         record
         for hook, expected in HOOKS.items()
         for implementation in getattr(manager.hook, hook).get_hookimpls()
+        if implementation.plugin is plugin
         for record in _call(provider, hook, implementation, expected)
     )
 
