@@ -265,7 +265,7 @@ def _put(new: Any, value: Any, site: Site) -> Iterator[Write]:
             yield from _put(item, value[i], site._replace(container=value, key=i))
         return
     if not isinstance(new, torch.Tensor):
-        yield site.write(How.SET, value, new)
+        yield site.write(How.REPLACE if isinstance(value, torch.Tensor) else How.SET, value, new)
         return
     if site.parameter is not None and _storage(new) == _storage(site.parameter):
         new = new.clone()  # never put the weights themselves into the state

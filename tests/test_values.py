@@ -202,6 +202,17 @@ def test_a_computed_value_of_another_shape_replaces_and_says_so() -> None:
     assert torch.equal(optimizer.state[weight]["key"], torch.full((2,), 3.0))
 
 
+def test_a_computed_number_replaces_a_tensor_and_says_so() -> None:
+    weight = parameter(2)
+    optimizer = Toy([weight])
+    optimizer.state[weight]["key"] = torch.ones(())
+    schema = StateSchema(TOY, history("key", Initial.computed(lambda *_: 0.5)))
+    report = reset_optimizer_states(
+        optimizer, registry=load_registry(plugins=[plugin("toy", schema)], entry_points=False)
+    )
+    assert (report.counts, optimizer.state[weight]["key"]) == ({"replaced": 1}, 0.5)
+
+
 @pytest.mark.parametrize("count", [2, 3])
 def test_a_computed_list_is_copied_into_one_of_as_many(count: int) -> None:
     tensors = [torch.full((2, 2), 9.0), torch.full((2,), 9.0)]
