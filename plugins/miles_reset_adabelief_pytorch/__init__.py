@@ -1,9 +1,23 @@
-"""What the optimizers of adabelief-pytorch remember."""
+"""What AdaBelief of adabelief-pytorch remembers.
 
-from miles_reset import StateSchema, hookimpl
+Read off adabelief-pytorch 0.2. A group's ``buffer`` holds what the last ten counts came to, for the betas
+of then.
+"""
+
+from typing import Any
+
+from miles_reset import Initial, StateSchema, clock, history, hookimpl, momentum, variance
+
+
+def _nothing_looked_up(parameter: Any, group: Any, optimizer: Any) -> list[list[None]]:
+    return [[None, None, None] for _ in range(10)]
 
 
 @hookimpl
 def miles_reset_schemas() -> list[StateSchema]:
-    """Return the schemas of adabelief-pytorch."""
-    return []
+    """Return the schema of adabelief-pytorch."""
+    return [
+        StateSchema("adabelief_pytorch.AdaBelief.AdaBelief",
+            momentum("exp_avg"), variance("exp_avg_var"), variance("max_exp_avg_var"), clock("step"),
+            ),
+    ]  # fmt: skip
