@@ -1,9 +1,17 @@
-"""What the optimizers of adamp remember."""
+"""What the optimizers of adamp remember.
 
-from miles_reset import StateSchema, hookimpl
+Read off adamp 0.3.
+"""
+
+from miles_reset import StateSchema, clock, hookimpl, momentum, variance
 
 
 @hookimpl
 def miles_reset_schemas() -> list[StateSchema]:
     """Return the schemas of adamp."""
-    return []
+    return [
+        StateSchema("adamp.adamp.AdamP",
+            momentum("exp_avg"), variance("exp_avg_sq"), clock("step")),
+        StateSchema("adamp.sgdp.SGDP",
+            momentum("momentum")),
+    ]  # fmt: skip
