@@ -19,5 +19,5 @@ def miles_reset_schemas() -> list[StateSchema]:
     return [
         StateSchema("adabelief_pytorch.AdaBelief.AdaBelief",
             momentum("exp_avg"), variance("exp_avg_var"), variance("max_exp_avg_var"), clock("step"),
-            ),
+            history("buffer", Initial.computed(_nothing_looked_up), at="group")),
     ]  # fmt: skip
