@@ -3,6 +3,8 @@
 Each rule was read off torch 2.6 to 2.14 and is held to the law of :mod:`miles_reset.testing`.
 """
 
+from typing import Any
+
 from miles_reset import (
     Initial,
     StateSchema,
@@ -72,14 +74,29 @@ def miles_reset_schemas() -> list[StateSchema]:
     ]  # fmt: skip
 
 
+def _is_remote(wrapper: Any) -> str | None:
+    return "its optimizers are in other processes (RPC). Reset each where it is."
+
+
+def _holds_none(wrapper: Any) -> None:
+    return None
+
+
 @hookimpl
 def miles_reset_unwrap_rules() -> list[UnwrapRule]:
-    """Return the rules of torch's own wrappers."""
+    """Return the rules of torch's own wrappers.
+
+    Optimizers that step in the backward pass (_apply_optimizer_in_backward) are reached from no optimizer:
+    reset the list that _get_in_backward_optimizers(module) returns.
+    """
     return [
         # Copies its own groups down to its child at each step, and the child's back after it. A load leaves
         # copies of the child's state in its own, where nothing reads them but a later save.
         UnwrapRule("torch.distributed.optim.zero_redundancy_optimizer.ZeroRedundancyOptimizer",
             "optim", history("state", Initial.EMPTY, at="attribute"), stale_groups="delete"),
+        # Its state and groups are those of what it holds.
+        UnwrapRule("torch.distributed.optim.named_optimizer._NamedOptimizer", "_optimizer"),
+        UnwrapRule("torch.distributed.optim.optimizer.DistributedOptimizer", _holds_none, ready=_is_remote),
         # Averages parameters every so many steps, counted from the start.
         UnwrapRule("torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer",
             "optim", clock("averager.step", at="attribute")),

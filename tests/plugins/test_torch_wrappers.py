@@ -12,15 +12,32 @@ from torch import distributed
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
+from torch.distributed.optim import (
+    PostLocalSGDOptimizer,
+    ZeroRedundancyOptimizer,
+    _apply_optimizer_in_backward,
+    _get_in_backward_optimizers,
+    _NamedOptimizer,
+)
 from torch.optim import SGD, AdamW, Optimizer
 from variants import draw, step_some
 
-from miles_reset import UnwrapRule, load_registry, plan_reset, reset_optimizer_states
+from miles_reset import (
+    UnreachableStateError,
+    UnwrapRule,
+    load_registry,
+    plan_reset,
+    reset_optimizer_states,
+)
 from miles_reset.registry import class_name
 from miles_reset.testing import Parameters, Trial, assert_reset_is_fresh, sample_parameters, trial_of
 
-pytestmark = pytest.mark.slow
+FROM_SOURCE = {
+    "torch.distributed.optim.optimizer.DistributedOptimizer": (
+        "from the source of torch 2.14, not run here: needs workers over RPC; it is refused"
+    )
+}
+"""What is declared without being held to the law through the library itself, and why."""
 
 RANKS = 2
 LAW = {"warmups": (0, 3), "further": 8}  # with 4, what happens every fourth step would not show
@@ -56,6 +73,7 @@ def hold_zero() -> None:
     assert not trial.optimizer.state
 
 
+@pytest.mark.slow
 def test_reset_is_fresh_below_zero_redundancy_optimizer() -> None:
     run_ranks(hold_zero, RANKS)
 
@@ -67,6 +85,7 @@ def bring_the_fault_back() -> None:
         assert_reset_is_fresh(zero(FusedAdamLike), **LAW, registry=registry)
 
 
+@pytest.mark.slow
 def test_count_returns_where_the_rule_does_not_name_stale_groups() -> None:
     run_ranks(bring_the_fault_back, RANKS)
 
@@ -93,6 +112,7 @@ def hold_post_local() -> None:
     assert_reset_is_fresh(post_local(SGD), **LAW)  # has no history but the averager's
 
 
+@pytest.mark.slow
 def test_reset_is_fresh_below_post_local_sgd_optimizer() -> None:
     run_ranks(hold_post_local, RANKS)
 
@@ -130,8 +150,68 @@ def hold_fsdp2() -> None:
     assert plan_reset(optimizer).counts == {"filled in place": 3 * len(shards)}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="FSDP2 of this torch (2.6) cannot run on a CPU"
 )
 def test_reset_is_fresh_where_fsdp2_shards_the_state() -> None:
     run_ranks(hold_fsdp2, RANKS)
+
+
+# _NamedOptimizer: parameters by name
+
+
+@pytest.mark.parametrize("leaf", [AdamW, FusedAdamLike])
+def test_reset_is_fresh_below_named_optimizer(leaf: type[Optimizer]) -> None:
+    def build(parameters: Parameters) -> Trial:
+        named = {str(i): parameter for i, parameter in enumerate(parameters)}
+        return trial_of(_NamedOptimizer(named, leaf, lr=0.1), parameters)
+
+    assert_reset_is_fresh(build, warmups=(3,), further=4, round_trips=(False,))  # it loads no AdamW's groups
+
+
+# Optimizers that step in the backward pass: a list, found through the module
+
+
+def in_backward(parameters: Parameters) -> Trial:
+    module = torch.nn.ParameterList(parameters)
+    _apply_optimizer_in_backward(AdamW, module.parameters(), {"lr": 0.1})
+    optimizers = _get_in_backward_optimizers(module)
+
+    def step(i: int) -> None:
+        sum((parameter * draw(parameter, i)).sum() for parameter in module).backward()
+
+    def save_and_load() -> None:
+        for optimizer in optimizers:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    return Trial(optimizers, step, lambda: parameters, save_and_load)
+
+
+def test_reset_is_fresh_where_optimizers_step_in_the_backward_pass() -> None:
+    trial = in_backward(sample_parameters())
+    assert len(trial.optimizer) == 4
+    assert plan_reset(trial.optimizer).leaves == 4
+    assert_reset_is_fresh(in_backward, warmups=(3,), further=4)
+
+
+@pytest.mark.parametrize(
+    "collect",
+    [list, tuple, lambda some: {"first": some[0], "rest": some[1:]}, lambda some: [some[0], [*some[1:]]]],
+    ids=["list", "tuple", "dict", "nested"],
+)
+def test_optimizers_are_reset_in_any_collection(collect: Callable[[list[Optimizer]], object]) -> None:
+    optimizers = step_some(in_backward(sample_parameters())).optimizer
+    assert reset_optimizer_states(collect(optimizers)).leaves == 4
+    assert not any(state["exp_avg"].any() for one in optimizers for state in one.state.values())
+
+
+# DistributedOptimizer: remote
+
+
+def test_optimizers_of_other_processes_are_refused() -> None:
+    from torch.distributed.optim.optimizer import DistributedOptimizer
+
+    remote = DistributedOptimizer.__new__(DistributedOptimizer)
+    with pytest.raises(UnreachableStateError, match="in other processes"):
+        reset_optimizer_states(remote)
