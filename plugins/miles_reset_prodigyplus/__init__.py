@@ -58,6 +58,7 @@ def miles_reset_schemas() -> list[StateSchema]:
             history("running_d_numerator", at="group"), history("running_d_denom", at="group"),
             history("weight_sum", Initial.ABSENT, at="group"),
             history("running_weight_sum", Initial.ABSENT, at="group"),
-            history("effective_lr", Initial.default("effective_lr"), at="group"), kept("train_mode", at="group"),
+            history("effective_lr", Initial.default("effective_lr"), at="group"),
+            kept("train_mode", at="group"),
             clock("parameters_to_process", Initial.NONE, at="attribute")),
     ]  # fmt: skip
