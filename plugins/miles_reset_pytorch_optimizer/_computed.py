@@ -27,10 +27,11 @@ _COUNT = clock("step", at="group")  # The constructor puts a zero there.
 _X0 = history("x0", Initial.COPY)
 _WEIGHTED = history("numerator_weighted", at="group")
 _SQUARES = history("gsq_weighted", at="group")
-_AVERAGED = (history("z", Initial.COPY), _V, variance("max_exp_avg_sq"), STEP,
+_AVERAGED = (history("z", Initial.COPY), STEP,
     history("weight_sum", at="group"), history("lr_max", Initial.constant(-1.0), at="group"),
     kept("train_mode", at="group"))  # fmt: skip
-_LOW_RANK = (_M, _V, history("projector"), history("scaling_grad", Initial.ABSENT), STEP)
+_LOW_RANK = (_M, _V, history("projector"), STEP)
+_SCALE = history("scaling_grad", Initial.ABSENT)
 
 COMPUTED = [
     # The step size is found on the way, and kept in the groups.
@@ -40,7 +41,7 @@ COMPUTED = [
     StateSchema(f"{HERE}.dadapt.DAdaptAdam", _M, _V, history("s"), _D, _COUNT, _WEIGHTED),
     StateSchema(f"{HERE}.dadapt.DAdaptSGD",
         history("z", Initial.COPY), history("s"), _X0, _D, _COUNT, _WEIGHTED,
-        history("g0_norm", Initial.ABSENT, at="group")),
+        scratch("g0_norm", at="group")),
     StateSchema(f"{HERE}.dadapt.DAdaptAdan",
         _M, _V, momentum("exp_avg_diff"), history("s"), history("previous_grad", Initial.ABSENT_ENTRY),
         _D, _K, STEP, _SQUARES),
@@ -52,8 +53,8 @@ COMPUTED = [
         history("d_hat", Initial.ABSENT, at="group")),
     # Averages of the weights. The rules hold in training and in evaluation mode.
     StateSchema(f"{HERE}.schedulefree.ScheduleFreeSGD", *_AVERAGED),
-    StateSchema(f"{HERE}.schedulefree.ScheduleFreeAdamW", *_AVERAGED),
-    StateSchema(f"{HERE}.schedulefree.ScheduleFreeRAdam", *_AVERAGED),
+    StateSchema(f"{HERE}.schedulefree.ScheduleFreeAdamW", *_AVERAGED, _V, variance("max_exp_avg_sq")),
+    StateSchema(f"{HERE}.schedulefree.ScheduleFreeRAdam", *_AVERAGED, _V),
     StateSchema(f"{HERE}.splus.SPlus",
         momentum("momentum"), history("ema"), history("sides"), history("q_sides", Initial.identity()),
         kept("param_buffer"), STEP),
@@ -62,16 +63,16 @@ COMPUTED = [
         history("lr", Initial.computed(own("lr")), at="group"),
         history("theta", Initial.computed(own("theta")), at="group"),
         history("prev_*_norm", Initial.ABSENT, at="group"),
-        history("curr_*_norm", Initial.ABSENT, at="group")),
+        scratch("curr_*_norm", at="group")),
     StateSchema(f"{HERE}.swats.SWATS",
         _M, _V, variance("max_exp_avg_sq"), history("exp_avg2"), momentum("momentum_buffer", Initial.ABSENT),
         history("lr", Initial.computed(rate_before_sgd), at="group"),
         history("phase", Initial.computed(adam), at="group"), STEP),
     # Low rank. The projector is an object in the state.
     StateSchema(f"{HERE}.galore.GaLore", *_LOW_RANK),
-    StateSchema(f"{HERE}.fira.Fira", *_LOW_RANK),
+    StateSchema(f"{HERE}.fira.Fira", *_LOW_RANK, _SCALE),
     StateSchema(f"{HERE}.conda.Conda", *_LOW_RANK),
-    StateSchema(f"{HERE}.apollo.APOLLO", *_LOW_RANK),
+    StateSchema(f"{HERE}.apollo.APOLLO", *_LOW_RANK, _SCALE),
     StateSchema(f"{HERE}.utils.galore.GaLoreProjector",
         history("ortho_matrix", Initial.NONE, at="attribute"),
         clock("last_svd_step", Initial.constant(-1), at="attribute"),
@@ -97,7 +98,7 @@ COMPUTED = [
         history("param_absmax", Initial.EMPTY, at="attribute"), STEP),
     # Preconditioners.
     StateSchema(f"{HERE}.shampoo.Shampoo",
-        momentum("momentum_buffer", Initial.ABSENT_ENTRY),
+        momentum("momentum_buffer", Initial.either("momentum", Initial.ABSENT_ENTRY, Initial.ABSENT)),
         history("pre_cond_*", Initial.identity("matrix_eps")), history("inv_pre_cond_*"), STEP),
     StateSchema(f"{HERE}.psgd.Kron",
         momentum("momentum_buffer", Initial.computed(zeros_of_momentum)),

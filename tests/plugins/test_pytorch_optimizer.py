@@ -61,7 +61,7 @@ NEEDED: dict[str, Options] = {
     "SGDW": {"momentum": 0.9},
     "SGDP": {"momentum": 0.9, "nesterov": True},
     "SpectralSphere": {"power_iteration_steps": 2, "msign_steps": 2, "solver_max_iterations": 3},
-    "SaRA": {"threshold": 0.6, "lr": 0.01},
+    "SaRA": {"threshold": 0.6, "lr": 0.2},
     "SM3": {"momentum": 0.9, "beta": 0.5},
 }
 """What a constructor must be given, or what it takes for the optimizer to remember something soon."""
@@ -306,7 +306,7 @@ def variants(name: str) -> list[Options]:
 
 
 SETTINGS = {
-    "plain": Setting(build=build),
+    "plain": Setting(build=build, law={"further": 4}),
     "many steps": Setting(build=build, law={"warmups": (1, 7), "further": 12}, once=True),
     "no gradient": Setting(build=no_gradient, once=True),
     "bfloat16": Setting(build=build, parameters=cast(torch.bfloat16), once=True),
@@ -349,12 +349,23 @@ def test_every_optimizer_of_the_library_is_held_to_the_law() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(name for name in CLASSES if name.startswith(("DAdapt", "Prodigy"))))
-def test_one_tensor_in_several_groups_is_fresh_in_each(name: str) -> None:
-    def two_groups(parameters: Parameters) -> Trial:
-        groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
-        return trial_of(CLASSES[name](groups, d0=1e-3), parameters)
+def test_a_step_size_that_grew_is_fresh_in_all_groups(name: str) -> None:
+    """It grows along gradients that agree, and the groups share it."""
+    made: list[Any] = []
 
-    assert_reset_is_fresh(two_groups, warmups=(4,), further=5)
+    def agreeing(parameters: Parameters) -> Trial:
+        optimizer = CLASSES[name]([{"params": parameters[:2]}, {"params": parameters[2:]}], d0=1e-4)
+        made.append(optimizer)
+
+        def step(i: int) -> None:
+            for parameter in parameters:
+                parameter.grad = 1 + 0.1 * draw(parameter, i)
+            optimizer.step()
+
+        return Trial(optimizer, step, lambda: parameters)
+
+    assert_reset_is_fresh(agreeing, warmups=(6,), further=7)
+    assert sum(all(group["d"] > 1e-4 for group in one.param_groups) for one in made) >= 4
 
 
 @pytest.mark.parametrize("name", ["ScheduleFreeSGD", "ScheduleFreeAdamW", "ScheduleFreeRAdam", "SPlus"])
@@ -393,6 +404,15 @@ def test_bits_of_weights_in_the_state_are_kept(bits: int) -> None:
         return Trial(optimizer, trial_of(optimizer, parameters).step, weights)
 
     assert_reset_is_fresh(with_bits, parameters=cast(torch.bfloat16), warmups=(4,), further=5)
+
+
+def test_the_largest_weight_that_flash_adamw_met_is_forgotten() -> None:
+    parameters = cast(torch.bfloat16)()
+    optimizer = CLASSES["FlashAdamW"](parameters, lr=0.5, check_numerics=True)
+    step_some(trial_of(optimizer, parameters))
+    assert optimizer.param_absmax
+    reset_optimizer_states(optimizer)
+    assert optimizer.param_absmax == {}
 
 
 def test_the_rate_that_swats_puts_in_place_of_its_own_goes() -> None:
