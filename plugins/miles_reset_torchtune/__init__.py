@@ -1,9 +1,15 @@
-"""What the optimizers of torchtune remember."""
+"""How torchtune's optimizers that step in the backward pass are unwrapped.
 
-from miles_reset import StateSchema, hookimpl
+Read off torchtune 0.6 and, for OptimizerInBackward, off its repository.
+"""
+
+from miles_reset import UnwrapRule, hookimpl
 
 
 @hookimpl
-def miles_reset_schemas() -> list[StateSchema]:
-    """Return the schemas of torchtune."""
-    return []
+def miles_reset_unwrap_rules() -> list[UnwrapRule]:
+    """Return the rules of both: neither has state of its own."""
+    return [
+        UnwrapRule("torchtune.training.memory.OptimizerInBackwardWrapper", "optim_map"),
+        UnwrapRule("torchtune.modules.optim.OptimizerInBackward", "_optimizers"),
+    ]
