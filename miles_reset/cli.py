@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.text import Text
 from typer.core import TyperGroup
 
+from miles_reset.drafting import command as drafting
+
 if TYPE_CHECKING:
     from miles_reset.registry import Claim, Registry
 
@@ -40,6 +42,9 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     help="Reset the state of any PyTorch optimizer tree to what a freshly built one holds.",
 )
+
+app.command()(drafting.draft)
+app.command()(drafting.doctor)
 
 Json = Annotated[bool, typer.Option("--json", help="Print plain JSON, and nothing else.")]
 

@@ -1,4 +1,4 @@
-"""``miles-reset draft``: the schema of an optimizer that no plugin declares, as a distribution."""
+"""``miles-reset draft`` and ``miles-reset doctor``: what no plugin declares yet, and a plugin for it."""
 
 from __future__ import annotations
 
@@ -81,6 +81,35 @@ def draft(
         for path in written:
             typer.echo(f"wrote {path}")
     if not drafted.decided:
+        raise typer.Exit(1)
+
+
+def doctor(
+    package: Annotated[
+        list[str] | None,
+        typer.Option(help="A further top-level package to look into. May be given more than once."),
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit status 1 also if an optimizer is unknown.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds that one library may take to be imported.")] = 60.0,
+    as_json: Json = False,
+) -> None:
+    """List the optimizers of this environment that plugins know, those that they do not, and stale claims.
+
+    Looked at are the libraries in which plugins claim classes, and those that require torch. Each is imported
+    in a process of its own. Exit status 1 if a plugin claims what is not there.
+    """
+    from miles_reset.discovery import load_registry
+    from miles_reset.doctor import examine, render
+
+    with Console(stderr=True).status("Looking into the libraries ..."):
+        findings = examine(load_registry(), package or (), timeout)
+    if as_json:
+        typer.echo(json.dumps({"libraries": [one.to_dict() for one in findings]}, indent=2))
+    else:
+        Console().print(render(findings), soft_wrap=True)
+    if any(one.stale for one in findings) or (strict and any(one.unknown for one in findings)):
         raise typer.Exit(1)
 
 
