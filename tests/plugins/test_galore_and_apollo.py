@@ -8,10 +8,21 @@ from unittest import mock
 
 import pytest
 import torch
-from variants import Case, Options, Setting, Table, build, cast, optimizers_in, step_some, step_with
+from variants import (
+    Case,
+    Options,
+    Setting,
+    Table,
+    build,
+    cast,
+    not_finite,
+    optimizers_in,
+    step_some,
+    step_with,
+)
 
 from miles_reset import default_registry, reset_optimizer_states
-from miles_reset.testing import WARMUPS, Parameters, Trial, assert_reset_is_fresh, sample_parameters
+from miles_reset.testing import Parameters, Trial, assert_reset_is_fresh, sample_parameters
 
 galore_torch = pytest.importorskip("galore_torch")
 apollo_torch = pytest.importorskip("apollo_torch")
@@ -79,7 +90,7 @@ def adapt(name: str, parameters: Parameters) -> Parameters:
 
 SETTINGS = {
     "plain": Setting(build=in_groups),
-    "many steps": Setting(build=in_groups, law={"warmups": WARMUPS, "further": 12}, once=True),
+    "many steps": Setting(build=in_groups, law={"warmups": (1, 5), "further": 12}, once=True),
     "bfloat16": Setting(parameters=cast(torch.bfloat16), build=in_groups, once=True),
     "lr changed": Setting(
         build=in_groups, law={"hyperparameters": {"lr": 0.05, "relative_step": False}}, once=True
@@ -120,6 +131,17 @@ def test_a_reset_of_galore_is_fresh(case: Case, hold: Any) -> None:
 @pytest.mark.parametrize("case", APOLLO_TABLE.cases())
 def test_a_reset_of_apollo_is_fresh(case: Case, hold: Any) -> None:
     hold(case)
+
+
+@pytest.mark.parametrize("package", [galore_torch, apollo_torch])
+@pytest.mark.parametrize("options", [PROJECTED, FULL])
+def test_a_reset_of_adafactor_that_overflowed_is_fresh(package: Any, options: Options) -> None:
+    """Its first step takes nothing of the second moment, but for what is not a number."""
+
+    def spoiled(parameters: Parameters) -> Trial:
+        return not_finite(package.GaLoreAdafactor, parameters, options, in_groups)
+
+    assert_reset_is_fresh(spoiled, warmups=(4,), further=5)
 
 
 def test_moments_stay_in_place_and_the_projector_goes() -> None:
