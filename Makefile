@@ -6,6 +6,7 @@ VENV ?= .venv
 PYTHONS ?= 3.12 3.13 3.11 3
 TORCH_SPEC ?= torch>=2.6
 JOBS ?= 2
+CENSUS := tests/data/census.json
 ARGS ?=
 
 # megatron-core has wheels for Linux alone, where torch comes in its CUDA build: 3 GB, and it runs
@@ -49,6 +50,16 @@ test-gpu: $(READY)  ## Run the tests that need a CUDA device.
 
 bench: $(READY)  ## Measure the speed against the plain loop.
 	$(RUN) pytest tests/benchmarks $(ARGS)
+
+census: $(READY)  ## Hold all variants of all optimizers to the law, and write what was found.
+	$(RUN) pytest -n $(JOBS) tests/plugins -k is_fresh --census $(CENSUS) $(ARGS)
+	"$(VENV)/bin/python" tests/census.py page $(CENSUS) > docs/supported-optimizers.md
+
+drift:  ## Take the census with the newest release of each package, and name what changed.
+	rm -rf .venv-drift
+	$(MAKE) .venv-drift/.installed VENV=.venv-drift
+	-.venv-drift/bin/python -m pytest -n $(JOBS) tests/plugins -k is_fresh --census .venv-drift/census.json $(ARGS)
+	.venv-drift/bin/python tests/census.py compare $(CENSUS) .venv-drift/census.json
 
 lint: $(READY)  ## Check style, format and types.
 	$(RUN) ruff check
