@@ -70,7 +70,7 @@ _TABLE = [
     ((momentum("m"), history("b")), "kate.Kate"),
     ((history("z"), history("n")), "ftrl.FTRL"),
     ((_BUFFER,), "aggmo.AggMo", "lars.LARS", "qhm.QHM", "sgd.SignSGD", "sso.SpectralSphere"),
-    ((momentum("momentum_buffer", Initial.ABSENT),), "sgd.SGDW"),
+    ((momentum("momentum_buffer", Initial.either("dampening", Initial.ABSENT, Initial.ZEROS)),), "sgd.SGDW"),
     ((momentum("momentum_buffer", Initial.COPY),), "sgd.AccSGD"),
     ((_BUFFER, history("gsnr", Initial.ABSENT)), "sgd.SGDSaI"),
     ((_BUFFER, variance("accumulator_*")), "sm3.SM3"),

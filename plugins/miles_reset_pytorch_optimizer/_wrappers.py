@@ -2,7 +2,17 @@
 
 from typing import Any
 
-from miles_reset import Initial, StateSchema, UnwrapRule, clock, default_registry, history, kept, momentum
+from miles_reset import (
+    Initial,
+    StateSchema,
+    UnwrapRule,
+    clock,
+    default_registry,
+    history,
+    kept,
+    momentum,
+    scratch,
+)
 from miles_reset_pytorch_optimizer._moments import HERE
 
 
@@ -73,12 +83,12 @@ WRAPPERS = [
         # It puts one there whatever the optimizer calls its own; if that has one, its own schema counts.
         momentum("momentum_buffer*", Initial.ABSENT, at="child"), ready=_fast_weights),
     UnwrapRule(f"{HERE}.sam.SAM", _BASE, ready=_between_steps),
-    UnwrapRule(f"{HERE}.sam.GSAM", _BASE, history("old_g", Initial.ABSENT),
+    UnwrapRule(f"{HERE}.sam.GSAM", _BASE, scratch("old_g"),
         kept("rho_t", at="attribute"), kept("rho_scheduler", at="attribute"), ready=_moved_and_back),
     UnwrapRule(f"{HERE}.sam.WSAM", _BASE,
-        history("sharpness", Initial.ABSENT), history("grad", Initial.ABSENT), ready=_moved_and_back),
+        scratch("sharpness"), scratch("grad"), ready=_moved_and_back),
     UnwrapRule(f"{HERE}.sam.LookSAM", _BASE,
-        history("gv", Initial.ABSENT), history("old_grad_p", Initial.ABSENT),
+        history("gv", Initial.ABSENT), scratch("old_grad_p"),
         clock("looksam_step", _first_count(_BASE), at="group"), ready=_between_steps),
     UnwrapRule(f"{HERE}.sam.FriendlySAM", _BASE, momentum("momentum", Initial.ABSENT), ready=_between_steps),
     UnwrapRule(f"{HERE}.schedulefree.ScheduleFreeWrapper", "optimizer",

@@ -111,6 +111,11 @@ def test_averaged_weights_in_evaluation_mode_are_fresh_too() -> None:
     assert_reset_is_fresh(evaluated, **OUT_OF_PHASE)
 
 
+def test_the_largest_rate_so_far_is_forgotten() -> None:
+    build = wrapped("ScheduleFreeWrapper", "SGD")
+    assert_reset_is_fresh(build, hyperparameters={"lr": 0.001}, **OUT_OF_PHASE)
+
+
 def test_slow_weights_that_are_loaded_are_refused() -> None:
     parameters = sample_parameters()
     wrapper = step_some(wrapped("Lookahead", "AdamW")(parameters)).optimizer
