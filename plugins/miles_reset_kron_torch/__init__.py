@@ -1,9 +1,73 @@
-"""What the optimizers of kron-torch remember."""
+"""What the optimizers of kron-torch remember: a momentum, preconditioners, and when these are due.
 
-from miles_reset import StateSchema, hookimpl
+Read off kron-torch 0.3. Preconditioners start as identity matrices, or as ones where only a diagonal is kept.
+"""
+
+from typing import Any
+
+from miles_reset import Initial, StateSchema, UnwrapRule, clock, history, hookimpl, kept, momentum
+
+_DUE = (clock("_prob_step", at="attribute"), clock("_update_counter", at="attribute"))
+_BALANCED_BY_CHANCE = history("rng", Initial.seeded(42), at="attribute")
+
+
+def _identities(parameter: Any, group: Any, optimizer: Any) -> list[Any]:
+    """Return a preconditioner for each dimension; the scale is that of their product."""
+    import torch
+
+    held = optimizer.state[parameter]["Q"]
+    scale = group["precond_init_scale"] ** (1 / len(held))
+    fresh = (torch.eye(len(one)) if one.ndim == 2 else torch.ones(one.shape) for one in held)
+    dtype = group.get("precond_dtype") or torch.float32
+    return [scale * one.to(like.device, dtype) for one, like in zip(fresh, held, strict=True)]
+
+
+def _of_its_dtype(key: str, *, is_identity: bool = False) -> Initial:
+    """Return zeros, or an identity matrix, in the dtype that the optimizer computes in.
+
+    A load casts what stands under the key to the weights' dtype.
+    """
+
+    def fresh(parameter: Any, group: Any, optimizer: Any) -> Any:
+        import torch
+
+        zeros = torch.zeros_like(optimizer.state[parameter][key], dtype=optimizer.dtype)
+        return zeros.fill_diagonal_(1.0) if is_identity else zeros
+
+    return Initial.computed(fresh)
+
+
+def _of_scale_one(optimizer: Any) -> str | None:
+    """Say so where blocks start at another scale, which depends on their shapes."""
+    scales = {group["precond_init_scale"] for group in optimizer.param_groups}
+    return None if scales <= {1.0} else f"its preconditioners start at a scale of {scales}. Build it anew."
+
+
+_ONE_SIDED = (
+    momentum("momentum_buffer", _of_its_dtype("momentum_buffer")), clock("step"), kept("merged_shape"),
+    history("Q", _of_its_dtype("Q", is_identity=True)), *_DUE,
+)  # fmt: skip
 
 
 @hookimpl
 def miles_reset_schemas() -> list[StateSchema]:
     """Return the schemas of kron-torch."""
-    return []
+    return [
+        StateSchema("kron_torch.kron.Kron",
+            momentum("momentum_buffer"), history("Q", Initial.computed(_identities)), clock("step"),
+            kept("exprs"), kept("merged_shape"), *_DUE, _BALANCED_BY_CHANCE),
+        # Splits a parameter into blocks, and numbers what each has.
+        StateSchema("kron_torch.dist_kron.Kron",
+            momentum("momentum_buffer_*"), history("Q_*", Initial.identity()), clock("step_*"),
+            kept("exprs_*"), kept("merged_shape"), kept("partitioner"), *_DUE, _BALANCED_BY_CHANCE,
+            ready=_of_scale_one),
+    ]  # fmt: skip
+
+
+@hookimpl
+def miles_reset_unwrap_rules() -> list[UnwrapRule]:
+    """Return the rules of those that step matrices by themselves, and hold an Adam for the others."""
+    return [
+        UnwrapRule("kron_torch.kronos.Kronos", "_adam", *_ONE_SIDED),
+        UnwrapRule("kron_torch.dist_onesidedkron.OneSidedKron", "_adam", *_ONE_SIDED),
+    ]
