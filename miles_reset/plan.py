@@ -159,7 +159,13 @@ def _columns(entries: list[Mapping[Any, Any]]) -> dict[Any, list[Any]] | None:
 def _plan_entries(
     draft: Draft, batch: Batch, found: Found, columns: Mapping[Any, list[Any]], strict: bool
 ) -> None:
-    """Plan entries that have the same keys."""
+    """Plan entries that have the same keys; under a number, an entry of a part of the parameter."""
+    for key in [
+        key for key, values in columns.items() if type(key) is int and {*map(type, values)} == {dict}
+    ]:
+        for alike, inside in _layouts(found._replace(containers=columns[key])):
+            _plan_entries(draft, batch, alike, inside, strict)
+        columns = {other: values for other, values in columns.items() if other != key}
     slots = _slots(draft, batch, list(columns), found.nodes[0], Place.STATE, strict)
     guard = next((slot for slot in slots.values() if slot.initial and slot.initial.may_drop_entry), None)
     if guard is None or guard.initial is None:

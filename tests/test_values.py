@@ -337,3 +337,20 @@ def test_slow_weights_in_an_attribute_keyed_by_parameter_become_copies_of_it() -
         reset_optimizer_states(
             optimizer, registry=load_registry(plugins=[plugin("toy", lost)], entry_points=False)
         )
+
+
+def test_entries_of_the_parts_of_a_parameter_are_told_by_the_same_slots() -> None:
+    whole, halved = parameter(4), parameter(6)
+    optimizer = Toy([whole, halved])
+    optimizer.state[whole] = {0: {"mean": torch.ones(4), "low": torch.ones(4)}}
+    optimizer.state[halved] = {0: {"mean": torch.ones(3)}, 1: {"mean": torch.ones(3), "places": {0}}}
+    means = [entry["mean"] for parts in optimizer.state.values() for entry in parts.values()]
+    schema = StateSchema(TOY, history("mean"), history("places", Initial.ABSENT), kept("low"))
+    registry = load_registry(plugins=[plugin("toy", schema)], entry_points=False)
+    report = reset_optimizer_states(optimizer, registry=registry)
+    assert report.counts == {"filled in place": 3, "kept": 1, "removed": 1}
+    assert [mean.sum() for mean in means] == [0, 0, 0]
+    assert (optimizer.state[whole][0]["low"].sum(), set(optimizer.state[halved][1])) == (4, {"mean"})
+    optimizer.state[halved][1]["unknown"] = 1
+    with pytest.raises(UndeclaredStateError, match="'unknown'"):
+        reset_optimizer_states(optimizer, registry=registry)
