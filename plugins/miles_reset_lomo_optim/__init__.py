@@ -1,7 +1,7 @@
 """What the optimizers of lomo-optim remember, which step while gradients are computed.
 
-Read off lomo-optim 0.1. All is in attributes. Lomo remembers no gradients; the scale of the loss that it finds
-by itself for float16 is kept, as that of any grad scaler is.
+Read off lomo-optim 0.1. All is in attributes. Lomo remembers no gradients; the scale of the loss, which it
+finds by itself for float16, is kept as that of any grad scaler is.
 """
 
 from miles_reset import Initial, StateSchema, clock, history, hookimpl, kept, scratch, variance
