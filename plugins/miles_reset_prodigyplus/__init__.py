@@ -10,10 +10,8 @@ from miles_reset import Initial, StateSchema, clock, history, hookimpl, kept, mo
 
 def _slice(parameter: Any, group: Any, optimizer: Any) -> Any:
     """Return every eleventh weight, in bfloat16 where the weights are float32."""
-    import torch
-
-    dtype = torch.bfloat16 if parameter.dtype == torch.float32 else parameter.dtype
-    return parameter.detach().ravel()[::11].to(dtype)
+    part = parameter.detach().ravel()[::11]
+    return part.bfloat16() if str(part.dtype) == "torch.float32" else part
 
 
 def _start(parameter: Any, group: Any, optimizer: Any) -> Any:

@@ -25,7 +25,7 @@ VARIANTS: list[Options] = [
     {"use_focus": True},
     {"use_bias_correction": True},
     {"prodigy_steps": 3},
-    {"prodigy_steps": 8, "use_schedulefree": False},
+    {"prodigy_steps": 3, "use_schedulefree": False},
     {"split_groups_mean": True},
     {"eps": None},
     {"use_cautious": True},
@@ -93,7 +93,7 @@ def test_a_reset_is_fresh(case: Any, hold: Any) -> None:
     hold(case)
 
 
-@pytest.mark.parametrize("case", TABLE.first_cases())
+@pytest.mark.parametrize("case", [case for case in TABLE.cases() if str(case.id).endswith("-plain")])
 def test_a_reset_is_fresh_where_a_gradient_comes_late(case: Any) -> None:
     case.assert_late_gradients_are_fresh()
 
