@@ -22,7 +22,14 @@ from megatron_cpu import (
     trial,
 )
 
-from miles_reset import Registry, default_registry, load_registry, plan_reset, reset_optimizer_states
+from miles_reset import (
+    Registry,
+    UnreachableStateError,
+    default_registry,
+    load_registry,
+    plan_reset,
+    reset_optimizer_states,
+)
 from miles_reset.testing import Trial, assert_reset_is_fresh
 from miles_reset.walk import walk
 
@@ -351,3 +358,80 @@ def test_remainders_of_master_weights_outlive_a_reset_and_are_zero_once_refreshe
     assert all(state["master_param"].all() for state in leaf.state.values())
     refresh_masters(optimizer)
     assert not any(state["master_param"].any() for state in leaf.state.values())
+
+
+FROM_SOURCE = {
+    "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": (
+        "from the source of transformer_engine 2.10, not run here: needs a GPU; a stand-in has its state"
+    ),
+    "transformer_engine.pytorch.optimizers.fused_sgd.FusedSGD": (
+        "from the source of transformer_engine 2.10, not run here: needs a GPU; a stand-in has its state"
+    ),
+    "apex.optimizers.fused_adam.FusedAdam": (
+        "from the source of apex 25.05, not run here: needs a GPU; a stand-in has its state"
+    ),
+    "apex.optimizers.fused_sgd.FusedSGD": (
+        "from the source of apex 25.05, not run here: needs a GPU; a stand-in has its state"
+    ),
+    "megatron.core.optimizer.muon.TensorParallelMuon": (
+        "from the source of megatron-core 0.16, not run here: it fits no release of emerging-optimizers"
+    ),
+}
+"""What is declared without being held to the law through the library itself, and why."""
+
+
+def stand_in_wrapper(name: str, **attributes: Any) -> Any:
+    """Return a wrapper of a Megatron that has no release, without its constructor."""
+    optimizer_module = pytest.importorskip("megatron.core.optimizer.optimizer")
+    cls = class_named(f"megatron.core.optimizer.{name}", optimizer_module.MixedPrecisionOptimizer)
+    cls.__abstractmethods__ = frozenset()
+    wrapper = cls.__new__(cls)
+    vars(wrapper).update(attributes)
+    return wrapper
+
+
+def test_a_fully_sharded_optimizer_is_unwrapped_by_its_base() -> None:
+    """Stand in for FullyShardedOptimizer of Megatron-LM: its weights in float32 are the model's."""
+    (parameter,) = one_parameter()
+    inner = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(3)
+    inner.step()
+    copied: list[object] = []
+    wrapper = stand_in_wrapper(
+        "fully_sharded_optimizer.FullyShardedOptimizer",
+        optimizer=inner,
+        is_stub_optimizer=False,
+        _casted_grads=[],
+        reload_model_params=lambda: copied.append(1),
+    )
+    path = plan_reset(wrapper).lines[0].path
+    assert path == "FullyShardedOptimizer.AdamW"
+    reset_optimizer_states(wrapper)
+    assert not inner.state[parameter]["exp_avg"].any()
+    refresh_masters(wrapper)
+    assert copied == [1]
+
+
+@pytest.mark.parametrize("name", needs("muon_layer_wise"))
+def test_tags_of_a_slot_of_many_adapters_are_kept(name: str) -> None:
+    """Tag the groups of each child with a slot, as miles does with many adapters under a layer-wise chain."""
+    fixture = build(name)
+    fixture.step(0)
+    for slot, child in enumerate(fixture.optimizer.chained_optimizers):
+        for group in child.param_groups:
+            group["miles_multi_lora_slot"] = slot
+    reset_optimizer_states(fixture.optimizer)
+    for slot, child in enumerate(fixture.optimizer.chained_optimizers):
+        assert {group["miles_multi_lora_slot"] for group in child.param_groups} <= {slot}
+        assert not any(tensor.any() for entry in child.optimizer.state.values() for tensor in entry.values())
+    first = reset_optimizer_states(fixture.optimizer.chained_optimizers[0])
+    assert first.leaves == 1
+
+
+@pytest.mark.parametrize("under_a_chain", [False, True])
+def test_state_that_miles_streams_to_a_disk_is_refused_by_name(under_a_chain: bool) -> None:
+    optimizer = build("distributed_bf16").optimizer
+    (wrapper,) = optimizer.chained_optimizers
+    wrapper._nvme_state_store = object()
+    with pytest.raises(UnreachableStateError, match="streamed to disk by _nvme_state_store"):
+        reset_optimizer_states(optimizer if under_a_chain else wrapper)
