@@ -37,6 +37,10 @@ def _averages(optimizer: Any) -> str | None:
     return "it averages models at intervals, and what a fresh one takes for the global model is not known."
 
 
+def _holds_none(optimizer: Any) -> list[Any]:
+    return []
+
+
 @hookimpl
 def miles_reset_schemas() -> list[StateSchema]:
     """Return the schemas of torchrec."""
@@ -61,5 +65,5 @@ def miles_reset_unwrap_rules() -> list[UnwrapRule]:
             ready=_warms_lr_up),
         UnwrapRule(f"{_OPTIM}.keyed.CombinedOptimizer", "_optims"),
         UnwrapRule(f"{_OPTIM}.semi_sync.SemisyncOptimizer", "_optimizer", ready=_averages),
-        UnwrapRule(f"{_OPTIM}.fused.EmptyFusedOptimizer", lambda optimizer: []),
+        UnwrapRule(f"{_OPTIM}.fused.EmptyFusedOptimizer", _holds_none),
     ]  # fmt: skip
