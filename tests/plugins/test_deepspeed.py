@@ -165,6 +165,32 @@ def test_a_reset_is_fresh_below(name: str) -> None:
     run_ranks(hold, 1, name)
 
 
+def fused(weights: Parameters) -> Trial:
+    """Build the wrapper that the engine takes for kernels alone, around torch's AdamW."""
+    deepspeed().init_distributed("gloo")
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+
+    parameters = weights[:4]  # without the flat copies, which it makes
+    wrapper = FP16_Optimizer(AdamW(parameters, lr=0.1), low_precision_dtype=torch.bfloat16)
+    inner = trial_of(wrapper, parameters)
+    return Trial(wrapper, inner.step, lambda: [*parameters, *wrapper.fp32_groups_flat])
+
+
+def hold_fused() -> None:
+    assert_reset_is_fresh(fused, parameters=cast(torch.bfloat16), **LAW)
+    trial = step_some(fused(cast(torch.bfloat16)()))
+    for weight in trial.weights()[:4]:
+        weight.data.fill_(0.5)
+    assert refresh_masters(trial.optimizer) == 1
+    assert all(torch.all(master == 0.5) for master in trial.weights()[4:])
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_a_reset_is_fresh_below_the_wrapper_for_kernels() -> None:
+    run_ranks(hold_fused, 1)
+
+
 def hold_partitioned() -> None:
     for name in ("DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer"):
         assert_reset_is_fresh(engine(WRAPPERS[name][0]), **LAW, round_trips=(name != "BF16_Optimizer",))
