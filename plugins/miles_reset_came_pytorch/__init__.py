@@ -13,10 +13,9 @@ def _zeros(key: str) -> Initial:
     """Return zeros in place of what stands under a key, in the dtype that a fresh optimizer gives them."""
 
     def zeros(parameter: Any, group: Any, optimizer: Any) -> Any:
-        import torch
-
-        dtype = torch.promote_types(parameter.dtype, torch.float32)
-        return torch.zeros_like(optimizer.state[parameter][key], dtype=dtype)
+        held = optimizer.state[parameter][key]
+        fresh = held.new_zeros(held.shape)
+        return fresh.float() if parameter.element_size() < 4 else fresh.to(parameter.dtype)
 
     return Initial.computed(zeros)
 

@@ -11,15 +11,16 @@ _DUE = (clock("_prob_step", at="attribute"), clock("_update_counter", at="attrib
 _BALANCED_BY_CHANCE = history("rng", Initial.seeded(42), at="attribute")
 
 
+def _identity(like: Any) -> Any:
+    """Return an identity matrix, or the ones of its diagonal."""
+    return like.new_zeros(like.shape).fill_diagonal_(1.0) if like.ndim == 2 else like.new_ones(like.shape)
+
+
 def _identities(parameter: Any, group: Any, optimizer: Any) -> list[Any]:
     """Return a preconditioner for each dimension; the scale is that of their product."""
-    import torch
-
-    held = optimizer.state[parameter]["Q"]
-    scale = group["precond_init_scale"] ** (1 / len(held))
-    fresh = (torch.eye(len(one)) if one.ndim == 2 else torch.ones(one.shape) for one in held)
-    dtype = group.get("precond_dtype") or torch.float32
-    return [scale * one.to(like.device, dtype) for one, like in zip(fresh, held, strict=True)]
+    held, dtype = optimizer.state[parameter]["Q"], group.get("precond_dtype")
+    fresh = [_identity(one).float() if dtype is None else _identity(one).to(dtype) for one in held]
+    return [one * group["precond_init_scale"] ** (1 / len(held)) for one in fresh]
 
 
 def _of_its_dtype(key: str, *, is_identity: bool = False) -> Initial:
@@ -29,10 +30,8 @@ def _of_its_dtype(key: str, *, is_identity: bool = False) -> Initial:
     """
 
     def fresh(parameter: Any, group: Any, optimizer: Any) -> Any:
-        import torch
-
-        zeros = torch.zeros_like(optimizer.state[parameter][key], dtype=optimizer.dtype)
-        return zeros.fill_diagonal_(1.0) if is_identity else zeros
+        held = optimizer.state[parameter][key]
+        return (_identity(held) if is_identity else held.new_zeros(held.shape)).to(optimizer.dtype)
 
     return Initial.computed(fresh)
 
