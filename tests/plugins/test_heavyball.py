@@ -156,6 +156,12 @@ def test_what_cannot_be_said_with_options_alone(name: str) -> None:
     assert_reset_is_fresh(BUILDS[name], parameters=few, warmups=(4,), further=3)
 
 
+def test_a_reset_between_two_updates_of_a_preconditioner_is_fresh() -> None:
+    options = {"preconditioner_update_probability": 0.4, "precond_grad_accum": True}
+    kron = partial(heavyball.PSGDKron, **options)
+    assert_reset_is_fresh(kron, parameters=few, warmups=(2,), further=4)
+
+
 @pytest.mark.parametrize("mode", ["bf16+8", "bf16+16"])
 def test_the_lower_bits_of_weights_are_weights(mode: str) -> None:
     def compensated(parameters: Parameters) -> Trial:
