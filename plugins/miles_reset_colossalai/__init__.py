@@ -1,7 +1,8 @@
 """What ColossalAI's optimizers remember, and how its wrappers are unwrapped.
 
-Read off colossalai 0.5. Its own optimizers and the wrappers that run on a CPU are held to the law through the
-library's modules; what shards over GPUs is declared from the sources.
+Lamb, Lars, Adafactor, CAME, MixedPrecisionOptimizer and LowLevelZeroOptimizer are held to the law through
+colossalai 0.5 itself, on a CPU. The rest is from the source of colossalai 0.5, not run here: it needs a
+GPU, a kernel that compiles for minutes, or tensor parallelism.
 """
 
 from typing import Any

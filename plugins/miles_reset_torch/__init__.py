@@ -96,6 +96,7 @@ def miles_reset_unwrap_rules() -> list[UnwrapRule]:
             "optim", history("state", Initial.EMPTY, at="attribute"), stale_groups="delete"),
         # Its state and groups are those of what it holds.
         UnwrapRule("torch.distributed.optim.named_optimizer._NamedOptimizer", "_optimizer"),
+        # From the source of torch 2.14, not run here: needs workers over RPC.
         UnwrapRule("torch.distributed.optim.optimizer.DistributedOptimizer", _holds_none, ready=_is_remote),
         # Averages parameters every so many steps, counted from the start.
         UnwrapRule("torch.distributed.optim.post_localSGD_optimizer.PostLocalSGDOptimizer",

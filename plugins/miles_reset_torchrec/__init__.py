@@ -1,6 +1,8 @@
 """What torchrec's optimizers remember, and how its wrappers are unwrapped.
 
-Read off torchrec 1.9. The moments of fused embeddings lie in the buffers of their kernels: refused.
+Held to the law through torchrec 1.9. FusedOptimizer, whose moments lie in the buffers of kernels, and
+SemisyncOptimizer are refused: from the source of torchrec 1.9, not run here, for they need sharded
+embeddings.
 """
 
 import sys

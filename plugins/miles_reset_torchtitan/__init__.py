@@ -1,7 +1,8 @@
 """How the containers of torchtitan are unwrapped.
 
-Read off torchtitan 0.3, and off 0.1 and 0.2 where they keep a container elsewhere. The hook that makes Adam's
-state in bfloat16 makes it where there is none: a reset leaves the state, and its dtype, where it is.
+Held to the law through torchtitan 0.3. What 0.1 and 0.2 have in another module is from the source of
+torchtitan 0.2, not run here: it needs an older torch. The hook that makes Adam's state in bfloat16 makes
+it where there is none: a reset leaves the state, and its dtype, where it is.
 """
 
 from typing import Any

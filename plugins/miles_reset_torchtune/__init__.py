@@ -1,6 +1,7 @@
 """How torchtune's optimizers that step in the backward pass are unwrapped.
 
-Read off torchtune 0.6 and, for OptimizerInBackward, off its repository.
+From the source of torchtune 0.6 and, for OptimizerInBackward, of its repository, where no release has it.
+Not run here: torchtune 0.6 needs an older torchao.
 """
 
 from miles_reset import UnwrapRule, hookimpl

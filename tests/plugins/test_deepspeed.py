@@ -36,6 +36,9 @@ FROM_SOURCE = {
             "deepspeed.ops.lamb.fused_lamb.FusedLamb",
             "deepspeed.ops.lion.fused_lion.FusedLion",
         ]),
+        ("0.19.8", "its kernel compiles for minutes", [
+            "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad",
+        ]),
         ("0.19.8", "needs a GPU; it is refused", [
             "deepspeed.ops.adam.zenflow_cpu_adam.ZenFlowCPUAdam",
             "deepspeed.ops.adam.zenflow_torch_adam.ZenFlowSelectiveAdamW",
