@@ -1,7 +1,7 @@
 """What the optimizers of apex remember that shard their state, and those that Megatron does not step with.
 
-From the sources of apex (2021 to 2025), not run here: all of them need a GPU. FusedAdam and FusedSGD, which
-Megatron steps with, are declared by its plugin.
+From the sources of apex at several commits, old and new, not run here: all of them need a GPU. FusedAdam
+and FusedSGD, which Megatron steps with, are declared by its plugin.
 """
 
 from miles_reset import Initial, StateSchema, clock, hookimpl, kept, momentum, scratch, variance
@@ -24,6 +24,15 @@ _BUCKET = (
 )  # fmt: skip
 
 
+# Moments in flat buffers, which are attributes, as both had them at first and LAMB has them still; later
+# versions make them at the first step.
+_FLAT = (
+    momentum("_fp32_m", at="attribute"), variance("_fp32_v", at="attribute"),
+    kept("_fp32_p", at="attribute"), scratch("_fp32_u", at="attribute"),
+    clock("_step", at="attribute"), clock("step"),
+)  # fmt: skip
+
+
 @hookimpl
 def miles_reset_schemas() -> list[StateSchema]:
     """Return the schemas of apex."""
@@ -33,13 +42,10 @@ def miles_reset_schemas() -> list[StateSchema]:
         # step makes the scales of 16-bit moments anew.
         StateSchema(adam,
             momentum("buckets", at="named"), clock("step", at="named"), kept("fragments"),
-            scratch("_state_scales", at="attribute")),
+            scratch("_state_scales", at="attribute"), *_FLAT),
         StateSchema(f"{adam}.StateBucket", *_BUCKET),
-        # Moments are in flat buffers, which later versions make at the first step.
         StateSchema(f"{_SHARDED}.distributed_fused_lamb.DistributedFusedLAMB",
-            momentum("_fp32_m", at="attribute"), variance("_fp32_v", at="attribute"),
-            kept("_fp32_p", at="attribute"), scratch("_fp32_u", at="attribute"),
-            clock("_step", at="attribute"), clock("step"), _COUNT),
+            *_FLAT),
         StateSchema("apex.optimizers.fused_lamb.FusedLAMB",
             momentum("exp_avg"), variance("exp_avg_sq"), _COUNT),
         StateSchema("apex.optimizers.fused_adagrad.FusedAdagrad", variance("sum")),

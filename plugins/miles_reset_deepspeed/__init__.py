@@ -3,8 +3,8 @@
 ZeRO 1 to 3, with and without offload to host memory, the three 16-bit wrappers, Muon, and Adam and Lion
 for the CPU are held to the law through DeepSpeed 0.19.8 itself, on a CPU. FusedAdam, FusedLamb and
 FusedLion, ZenFlow and SuperOffload are from the source of DeepSpeed 0.19.8, not run here: each needs a
-GPU. The 1-bit optimizers are from the source of DeepSpeed 0.18, for later versions lack them; not run
-here: they need a GPU.
+GPU. The 1-bit optimizers are from the source of DeepSpeed at earlier commits, for 0.19.8 lacks them; not
+run here: they need a GPU.
 """
 
 from typing import Any

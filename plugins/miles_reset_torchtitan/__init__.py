@@ -1,8 +1,8 @@
 """How the containers of torchtitan are unwrapped.
 
-Held to the law through torchtitan 0.3. What 0.1 and 0.2 have in another module is from the source of
-torchtitan 0.2, not run here: it needs an older torch. The hook that makes Adam's state in bfloat16 makes
-it where there is none: a reset leaves the state, and its dtype, where it is.
+Held to the law through torchtitan 0.3. What earlier versions have in another module is from their
+sources, not run here. The hook that makes Adam's state in bfloat16 makes it where there is none: a reset
+leaves the state, and its dtype, where it is.
 """
 
 from typing import Any
@@ -21,5 +21,5 @@ def miles_reset_unwrap_rules() -> list[UnwrapRule]:
     """Return the rule of the container, and of OptimizersInBackwardContainer, which is one."""
     return [
         UnwrapRule("torchtitan.components.optimizer.optimizer.OptimizersContainer", _all),
-        UnwrapRule("torchtitan.components.optimizer.OptimizersContainer", _all),  # 0.1 and 0.2
+        UnwrapRule("torchtitan.components.optimizer.OptimizersContainer", _all),  # before 0.3
     ]

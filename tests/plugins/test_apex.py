@@ -12,16 +12,14 @@ from miles_reset import UndeclaredStateError, plan_reset, reset_optimizer_states
 from miles_reset.testing import Parameters, assert_reset_is_fresh, sample_parameters, trial_of
 
 FROM_SOURCE = {
-    name: f"from the source of apex {version}, not run here: needs a GPU; a stand-in has its state"
-    for version, names in {
-        "25.05": [
-            "apex.contrib.optimizers.distributed_fused_adam.DistributedFusedAdam",
-            "apex.contrib.optimizers.distributed_fused_adam.DistributedFusedAdam.StateBucket",
-            "apex.contrib.optimizers.distributed_fused_lamb.DistributedFusedLAMB",
-        ],
-        "22.03": ["apex.optimizers.fused_lamb.FusedLAMB", "apex.optimizers.fused_adagrad.FusedAdagrad"],
+    name: f"from the source of apex at {commit}, not run here: needs a GPU; a stand-in has its state"
+    for name, commit in {
+        "apex.contrib.optimizers.distributed_fused_adam.DistributedFusedAdam": "d571f3ee and 00e7ef2e",
+        "apex.contrib.optimizers.distributed_fused_adam.DistributedFusedAdam.StateBucket": "d571f3ee",
+        "apex.contrib.optimizers.distributed_fused_lamb.DistributedFusedLAMB": "02fd7341",
+        "apex.optimizers.fused_lamb.FusedLAMB": "16fadfe7",
+        "apex.optimizers.fused_adagrad.FusedAdagrad": "05cec60c",
     }.items()
-    for name in names
 }
 """What is declared without being held to the law through the library itself, and why."""
 
@@ -103,6 +101,13 @@ class DistributedLambLike(Optimizer):
             p.copy_(new.view_as(p))
 
 
+class FlatAdamLike(DistributedLambLike):
+    """Stand in for the DistributedFusedAdam of old, which has its moments where LAMB has them."""
+
+    __module__ = "apex.contrib.optimizers.distributed_fused_adam"
+    __qualname__ = "DistributedFusedAdam"
+
+
 class LambLike(Optimizer):
     """Stand in for FusedLAMB: moments by parameter, a count by group."""
 
@@ -152,7 +157,7 @@ def masters(optimizer: Any) -> list[torch.Tensor]:
     return [b.params_shard for b in optimizer.state["buckets"] if b.params_shard is not None]
 
 
-@pytest.mark.parametrize("cls", [DistributedAdamLike, DistributedLambLike])
+@pytest.mark.parametrize("cls", [DistributedAdamLike, DistributedLambLike, FlatAdamLike])
 def test_a_reset_of_sharded_state_is_fresh(cls: Any) -> None:
     """Compare with a twin whose master weights, made at its first step, are those of the reset one."""
     parameters = sample_parameters()

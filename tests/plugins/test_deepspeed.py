@@ -45,7 +45,7 @@ FROM_SOURCE = {
             "deepspeed.ops.adam.zenflow_torch_adam.ZenFlowSelectiveAdamW_stage3",
             "deepspeed.runtime.superoffload.superoffload_stage3.SuperOffloadOptimizer_Stage3",
         ]),
-        ("0.18", "needs a GPU, and a later version lacks it; it is refused", [
+        ("at 06fa7eea, 0a849d56 and 0628e182", "needs a GPU, and 0.19.8 lacks it; it is refused", [
             "deepspeed.runtime.fp16.onebit.adam.OnebitAdam",
             "deepspeed.runtime.fp16.onebit.lamb.OnebitLamb",
             "deepspeed.runtime.fp16.onebit.zoadam.ZeroOneAdam",

@@ -362,16 +362,16 @@ def test_remainders_of_master_weights_outlive_a_reset_and_are_zero_once_refreshe
 
 FROM_SOURCE = {
     "transformer_engine.pytorch.optimizers.fused_adam.FusedAdam": (
-        "from the source of transformer_engine 2.10, not run here: needs a GPU; a stand-in has its state"
+        "from the source of transformer_engine, not run here: needs a GPU; a stand-in has its state"
     ),
     "transformer_engine.pytorch.optimizers.fused_sgd.FusedSGD": (
-        "from the source of transformer_engine 2.10, not run here: needs a GPU; a stand-in has its state"
+        "from the source of transformer_engine, not run here: needs a GPU; a stand-in has its state"
     ),
     "apex.optimizers.fused_adam.FusedAdam": (
-        "from the source of apex 25.05, not run here: needs a GPU; a stand-in has its state"
+        "from the source of apex, not run here: needs a GPU; a stand-in has its state"
     ),
     "apex.optimizers.fused_sgd.FusedSGD": (
-        "from the source of apex 25.05, not run here: needs a GPU; a stand-in has its state"
+        "from the source of apex, not run here: needs a GPU; a stand-in has its state"
     ),
     "megatron.core.optimizer.muon.TensorParallelMuon": (
         "from the source of megatron-core 0.16, not run here: it fits no release of emerging-optimizers"

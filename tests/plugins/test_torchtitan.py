@@ -15,14 +15,14 @@ from miles_reset.testing import Parameters, Trial, assert_reset_is_fresh, sample
 
 FROM_SOURCE = {
     "torchtitan.components.optimizer.OptimizersContainer": (
-        "from the source of torchtitan 0.2, not run here: needs an older torch; a stand-in has its optimizers"
+        "from the source of torchtitan before 0.3, not run here: 0.3 has it elsewhere; a stand-in has its shape"
     )
 }
 """What is declared without being held to the law through the library itself, and why."""
 
 
 class ContainerLike(Optimizer):
-    """Stand in for the container of torchtitan 0.2: optimizers in a list, and itself one without state."""
+    """Stand in for the container of earlier versions: optimizers in a list, and itself one without state."""
 
     __module__ = "torchtitan.components.optimizer"
     __qualname__ = "OptimizersContainer"
