@@ -15,7 +15,7 @@ from miles_reset.testing import Parameters, Trial, assert_reset_is_fresh, sample
 
 FROM_SOURCE = {
     "torchtitan.components.optimizer.OptimizersContainer": (
-        "from the source of torchtitan before 0.3, not run here: 0.3 has it elsewhere; a stand-in has its shape"
+        "from the source of torchtitan before 0.3, not run here: 0.3 moved it; a stand-in has its shape"
     )
 }
 """What is declared without being held to the law through the library itself, and why."""
