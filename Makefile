@@ -34,7 +34,7 @@ MADE := $(VENV)/.made-with-python-$(VERSION)
 READY := $(VENV)/.installed
 RUN := "$(VENV)/bin/python" -m
 
-.PHONY: help demo test test-gpu bench lint docs wheel python clean
+.PHONY: help demo test test-gpu bench draft-measure lint docs wheel python clean
 
 help:  ## Print the targets (the default).
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' Makefile
@@ -60,6 +60,9 @@ drift:  ## Take the census with the newest release of each package, and name wha
 	$(MAKE) .venv-drift/.installed VENV=.venv-drift
 	-.venv-drift/bin/python -m pytest -n $(JOBS) tests/plugins -k is_fresh --census .venv-drift/census.json $(ARGS)
 	.venv-drift/bin/python tests/census.py compare $(CENSUS) .venv-drift/census.json
+
+draft-measure: $(READY)  ## Count for how many optimizers of the tests a draft passes the law.
+	$(RUN) pytest -n 0 -q tests/measures/drafting.py $(ARGS)
 
 lint: $(READY)  ## Check style, format and types.
 	$(RUN) ruff check

@@ -16,6 +16,6 @@ in-place words first; which of them are true, the law decides.
 
 from miles_reset.drafting.drafted import Decision, Drafted
 from miles_reset.drafting.drafter import draft_schema
-from miles_reset.drafting.stepping import WithClosure
+from miles_reset.drafting.stepping import InTrainMode, WithClosure, WithGraph
 
-__all__ = ["Decision", "Drafted", "WithClosure", "draft_schema"]
+__all__ = ["Decision", "Drafted", "InTrainMode", "WithClosure", "WithGraph", "draft_schema"]

@@ -85,7 +85,9 @@ def words_for(evidence: Evidence, spot: Spot) -> list[Word]:
     if spot.place in (Place.GROUP, Place.ATTRIBUTE):
         if not changed and built:
             return []
-        return [*fitting, Initial.ABSENT] if not built else [*(fitting or [KEPT])]
+        if built:
+            return [*(fitting or [KEPT])]
+        return [Initial.ABSENT] if depends_on(evidence, spot) else [*fitting, Initial.ABSENT]
     absent = [Initial.ABSENT] if spot.place is Place.NAMED else [Initial.ABSENT, Initial.ABSENT_ENTRY]
     if not changed and depends_on(evidence, spot) == "" and Initial.ZEROS not in fitting:
         is_table = not all(
@@ -122,6 +124,24 @@ def _fitting(evidence: Evidence, spot: Spot, found: Sequence[Seen]) -> Iterator[
         yield from _fits_items(evidence, spot, found)
     if spot.place is not Place.STATE and len(firsts) == 1 and not _is_number(firsts[0]):
         yield from _literal(spot, firsts[0])
+
+
+def holds_in(word: Word, evidence: Evidence, spot: Spot) -> bool:
+    """Say whether a word that was found elsewhere is also true of what was seen here."""
+    if word is KEPT or word.kind not in (Kind.GROUP, Kind.DEFAULT, Kind.CONSTANT, Kind.COMPUTED):
+        return word in words_for(evidence, spot)
+    for seen in evidence.base.seen[spot].values():
+        if word.kind is Kind.COMPUTED:
+            if word not in words_for(evidence, spot):
+                return False
+            continue
+        held = seen.group or evidence.base.group
+        held = evidence.base.defaults if word.kind is Kind.DEFAULT else held
+        value = word.value if word.kind is Kind.CONSTANT else held.get(word.value)
+        for item in inside(seen.first):
+            if value is None or not _is_number(value) or value_in_all(item) != _as_held(value, item):
+                return False
+    return True
 
 
 def _fits_items(evidence: Evidence, spot: Spot, found: Sequence[Seen]) -> Iterator[Word]:

@@ -66,7 +66,7 @@ class Drafted:
         variants: The titles of the variants that the schema holds for.
         forgetful: The titles of the variants that remember nothing.
         setting: The name of the kind of parameters that it was stepped with.
-        with_closure: Whether its step needs a closure.
+        way: What is put around the factory so that it can be stepped, such as ``WithClosure``.
         tried: How many schemas were held to the law.
     """
 
@@ -77,7 +77,7 @@ class Drafted:
     variants: tuple[str, ...] = ()
     forgetful: tuple[str, ...] = ()
     setting: str = "sample"
-    with_closure: bool = False
+    way: str = ""
     tried: int = 0
 
     @property

@@ -15,16 +15,18 @@ from miles_reset.drafting.probing import Spot
 from miles_reset.drafting.searching import Answer, Search, casts_of, gather, other_options
 from miles_reset.drafting.stepping import (
     SETTINGS,
+    WAYS,
     Maker,
-    WithClosure,
     in_bfloat16,
     large,
+    name_of,
     problem_of,
     what_runs,
 )
+from miles_reset.errors import DraftError
 from miles_reset.registry import class_name
 from miles_reset.schema import Initial, Kind, Place, Role, Slot, StateSchema
-from miles_reset.testing import Factory, Parameters
+from miles_reset.testing import Factory, Parameters, build_trial
 
 
 def draft_schema(
@@ -66,12 +68,20 @@ def _draft(
     limit: int,
 ) -> Drafted:
     choices = {"given": parameters} if parameters else SETTINGS
-    factory, setting = what_runs(factory, choices)
+    first = factory
+    factory, setting, way = what_runs(first, choices)
     make = choices[setting]
-    variants = {"as given": factory} | {
-        title: what_runs(one, {"": make})[0] for title, one in variants.items()
+    _refuse_wrappers(build_trial(factory, make()).optimizer)
+    given = {"as given": first, **variants}
+    ways = {"as given": factory}
+    for title, one in variants.items():
+        ways[title] = WAYS[way](one)
+        if problem := problem_of(ways[title], make):
+            raise DraftError(f"{name_of(one)} ({title})", repr(problem)) from problem
+    evidence = {
+        title: gather(one, make, other_options(given[title], make(), WAYS[way]))
+        for title, one in ways.items()
     }
-    evidence = {title: gather(one, make, other_options(one, make())) for title, one in variants.items()}
     base = next(iter(evidence.values())).base
     target = class_name(base.cls)
     notes: list[str] = []
@@ -82,7 +92,7 @@ def _draft(
     low = in_bfloat16(make)
     runs_low = problem_of(factory, low) is None
     casts = casts_of(factory, low) if runs_low else {}
-    exams = with_rate(exams_for(variants, make, others), factory, make, base.group.get("lr"))
+    exams = with_rate(exams_for(ways, make, others), factory, make, base.group.get("lr"))
     search = Search(target, evidence, exams, installed(disabled), casts, limit)
     answer, progress = search.go()
     if not progress.failure and runs_low:
@@ -91,14 +101,25 @@ def _draft(
             notes.append(f"With bfloat16 parameters it does not hold: {_short(failure)}")
     schemas, decisions = _decisions(search, answer, progress.failure)
     forgetful = [
-        title
-        for title, one in variants.items()
-        if not progress.failure and _forgets(search, answer, one, make)
+        title for title, one in ways.items() if not progress.failure and _forgets(search, answer, one, make)
     ]
     return Drafted(
-        schemas, decisions, progress.failure, tuple(notes), tuple(variants), tuple(forgetful),
-        setting, isinstance(factory, WithClosure), search.tried,
+        schemas, decisions, progress.failure, tuple(notes), tuple(ways), tuple(forgetful),
+        setting, way, search.tried,
     )  # fmt: skip
+
+
+def _refuse_wrappers(optimizer: Any) -> None:
+    """Refuse what holds another optimizer.
+
+    Raises:
+        DraftError: It does.
+    """
+    for key, value in vars(optimizer).items():
+        if isinstance(value, torch.optim.Optimizer):
+            name = class_name(type(optimizer))
+            rule = f"UnwrapRule({name!r}, {key!r}, ...)"
+            raise DraftError(name, f"it is a wrapper, with an optimizer under {key!r}: write {rule}")
 
 
 def _forgets(search: Search, answer: Answer, factory: Factory, make: Maker) -> bool:

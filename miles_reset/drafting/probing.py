@@ -13,7 +13,7 @@ from miles_reset.drafting.recording import RecordingEntry, RecordingState, copy_
 from miles_reset.schema import Place
 from miles_reset.testing import Factory, Parameters, build_trial
 
-STEPS = 7
+STEPS = 13
 """So many steps show what changes, and what is first made late."""
 
 _NO_STATE = {"state", "param_groups", "defaults", "step", "zero_grad", "_zero_grad_profile_name"}

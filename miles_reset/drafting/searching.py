@@ -15,6 +15,7 @@ from miles_reset.drafting.deciding import (
     Evidence,
     Word,
     depends_on,
+    holds_in,
     objects_in,
     parts_of,
     role_of,
@@ -29,6 +30,7 @@ from miles_reset.schema import Initial, Kind, Place, Slot, StateSchema
 from miles_reset.testing import Factory, Parameters, build_trial
 
 Answer = dict[Spot, Word]
+_GIVES_UP = (Initial.ABSENT, Initial.ABSENT_ENTRY)
 _WITH_DTYPE = (Kind.CONSTANT, Kind.GROUP, Kind.DEFAULT, Kind.IDENTITY)
 
 
@@ -69,8 +71,16 @@ def _other_numbers(group: dict[str, Any]) -> None:
             group[key] *= 0.5 + 0.013 * (i + 1)
 
 
-def other_options(factory: Factory, parameters: Sequence[torch.Tensor]) -> Factory | None:
-    """Return what builds an optimizer with other numbers, where it is a class, or a partial of one."""
+def other_options(
+    factory: Factory, parameters: Sequence[torch.Tensor], around: Callable[[Factory], Factory]
+) -> Factory | None:
+    """Return what builds an optimizer with other numbers, where it is a class, or a partial of one.
+
+    Args:
+        factory: Builds the optimizer.
+        parameters: Over these.
+        around: What is to be put around a factory so that it can be stepped.
+    """
     cls = factory.func if isinstance(factory, partial) else factory
     given = dict(factory.keywords) if isinstance(factory, partial) else {}
     if not isinstance(cls, type):
@@ -86,7 +96,7 @@ def other_options(factory: Factory, parameters: Sequence[torch.Tensor]) -> Facto
         except Exception:  # noqa: BLE001  # no option of the constructor, or out of its range
             continue
         changed = one
-    return partial(cls, **changed) if changed != given else None
+    return around(partial(cls, **changed)) if changed != given else None
 
 
 @dataclass
@@ -122,19 +132,10 @@ class Search:
                 for item in objects_in(seen.first for seen in found.values()):
                     self.objects.setdefault(class_name(type(item)), []).append(item)
         for spot, words in self.options.items():
-            self.options[spot] = self._with_conditions(spot, words)
-
-    def _with_conditions(self, spot: Spot, words: list[Word]) -> list[Word]:
-        """Add words that hold if an option is true, where variants differ in it."""
-        groups = [evidence.base.group for evidence in self.evidence.values()]
-        flags = [key for key in groups[0] if len({bool(_truth(group.get(key))) for group in groups}) > 1]
-        at = next((i for i, word in enumerate(words) if word == Initial.ABSENT), len(words))
-        plain_ones = [word for word in words[: at + 1] if word is not None][:3]
-        both = [(a, b) for a in plain_ones for b in plain_ones if a != b]
-        if spot.place is Place.ATTRIBUTE or not any(_there(e, spot) for e in self.evidence.values()):
-            return words
-        either = [Initial.either(flag, a, b) for flag in flags[:4] for a, b in both]
-        return [*words[:at], *either, *words[at:]]
+            met = [evidence for evidence in self.evidence.values() if spot in evidence.base.seen]
+            everywhere = [word for word in words if word not in _GIVES_UP and _in_all(word, met, spot)]
+            ordered = [*everywhere, *(word for word in words if word not in everywhere)]
+            self.options[spot] = [*_with_conditions(spot, ordered, met, bool(everywhere))]
 
     def schemas(self, answer: Answer) -> tuple[StateSchema, ...]:
         """Return the schema of an answer, and those of the objects in the state."""
@@ -182,13 +183,16 @@ class Search:
     def _neighbours(self, answer: Answer, progress: Progress) -> Iterator[Answer]:
         """Yield answers that differ in a word: at the suspects first, then elsewhere, then in all."""
         suspects = self.suspects(progress)
-        for spot in [*suspects, *(spot for spot in answer if spot not in suspects)]:
+        moved = [
+            spot for spot in answer if any(self._from_gradients(e, spot) for e in self.evidence.values())
+        ]
+        likeliest = [spot for spot in suspects if spot in moved]
+        for spot in dict.fromkeys([*likeliest, *moved, *suspects, *answer]):
             for word in self.options[spot]:
                 if word != answer[spot]:
                     yield {**answer, spot: word}
         made = [spot for spot in answer if spot.place is Place.STATE]
-        first = [spot for spot in made if any(self._from_gradients(e, spot) for e in self.evidence.values())]
-        for spots in (first, made):
+        for spots in ([spot for spot in made if spot in moved], made):
             for word in (Initial.ABSENT, Initial.ABSENT_ENTRY):
                 if spots:
                     yield {**answer, **dict.fromkeys(spots, word)}
@@ -207,8 +211,22 @@ class Search:
         return [spot for spot in self.options if repr(spot.key) in progress.failure]
 
 
-def _there(evidence: Evidence, spot: Spot) -> bool:
-    return spot in evidence.base.seen
+def _in_all(word: Word, met: Sequence[Evidence], spot: Spot) -> bool:
+    return all(holds_in(word, evidence, spot) for evidence in met)
+
+
+def _with_conditions(spot: Spot, words: list[Word], met: Sequence[Evidence], settled: bool) -> list[Word]:
+    """Add words that hold if an option is true, where the variants that have a key differ in it."""
+    uncertain = any(depends_on(evidence, spot) == "gradients" for evidence in met)
+    if spot.place is Place.ATTRIBUTE or (settled and not uncertain):
+        return words
+    groups = [evidence.base.group for evidence in met]
+    flags = [key for key in groups[0] if len({_truth(group.get(key)) for group in groups}) > 1]
+    at = next((i for i, word in enumerate(words) if word == Initial.ABSENT), len(words))
+    plain_ones = [word for word in words[: at + 1] if word is not None][:3]
+    pairs = [(a, b) for a in plain_ones for b in plain_ones if a != b]
+    either = [Initial.either(flag, a, b) for flag in flags[:4] for a, b in pairs]
+    return [*words[:at], *either, *words[at:]]
 
 
 def _truth(value: Any) -> bool:

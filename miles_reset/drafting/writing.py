@@ -292,9 +292,10 @@ def _row(one: Decision) -> str:
 def _test(drafted: Drafted, call: Call, module: str, where: str, name: str, claimed_by: str) -> str:
     build, law, helpers = "partial(BUILD, **options)", "", ""
     testing, imports = ["assert_reset_is_fresh"], ["from miles_reset import load_registry"]
-    if drafted.with_closure:
-        build = f"WithClosure({build})"
-        imports.append("from miles_reset.drafting import WithClosure")
+    if drafted.way:
+        for around in reversed(drafted.way.split(", ")):
+            build = f"{around}({build})"
+        imports.append(f"from miles_reset.drafting import {', '.join(sorted(drafted.way.split(', ')))}")
     if making := _PARAMETERS.get(drafted.setting):
         testing += ["sample_parameters"] if "sample" in making else []
         imports = ["import torch\n", *imports]
