@@ -152,8 +152,13 @@ def words(drafted: Drafted) -> dict[str, str]:
     }
 
 
-def test_a_word_is_found_for_each_key() -> None:
-    drafted = draft(Many)
+@pytest.fixture(scope="module")
+def many() -> Drafted:
+    return draft(Many)
+
+
+def test_a_word_is_found_for_each_key(many: Drafted) -> None:
+    drafted = many
     assert drafted.decided, drafted.failure
     assert words(drafted) == {
         "zero": "0", "one": "1", "rate": "group's lr", "copy": "copy of parameter", "third": "0.25",
@@ -377,8 +382,8 @@ def test_the_table_names_who_claims_a_class_and_what_was_not_tried() -> None:
     assert "exp_avg" in done.stdout
 
 
-def test_a_word_is_written_as_it_is_read(tmp_path: Path) -> None:
-    drafted = draft(Many)
+def test_a_word_is_written_as_it_is_read(many: Drafted, tmp_path: Path) -> None:
+    drafted = many
     write_distribution(drafted, tmp_path, Call(f"{__name__}.Many"), plugin="many")
     namespace: dict[str, Any] = {}
     exec((tmp_path / "src" / "miles_reset_many.py").read_text(), namespace)
