@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from miles_reset.agree import agree
-from miles_reset.checkpoint.saved import check_sizes
+from miles_reset.checkpoint.saved import check_bits, check_sizes
 from miles_reset.discovery import default_registry
 from miles_reset.errors import CheckpointError, PolicyError, ResetError
 from miles_reset.fit import fitted, is_plain, load, match, saved_groups
@@ -59,6 +59,8 @@ class Work:
             for name in ("rng", *resume.extras)
             if self._outcome(name) == "restore"
         }
+        for name, content in self._saved.items():
+            check_bits(content, resume.checkpoint.part(name).where, name)
         if "rng" in self._saved:
             check_rng(self._saved["rng"], resume.checkpoint.part("rng").where)
         if self._saved.get("grad_scaler") == {} and resume.extras["grad_scaler"].state_dict() != {}:
@@ -86,7 +88,9 @@ class Work:
         resume, optimizer, outcome = self.resume, self.resume.optimizer, self._outcome("optimizer")
         saved, live = resume.checkpoint.part("optimizer"), resume.groups
         if outcome == "restore" and is_plain(optimizer):
-            fit = fitted(optimizer, saved.read(), saved.where, self._names())
+            content = saved.read()
+            fit = fitted(optimizer, content, saved.where, self._names())
+            check_bits(content, saved.where, "optimizer")
             self._saved_optimizer, self._cast, self._groups = (
                 fit.content,
                 fit.cast,
@@ -96,6 +100,8 @@ class Work:
         elif outcome in ("restore", "reset"):
             self._saved_optimizer = saved.read()
             check_sizes(self._saved_optimizer, saved.where, "optimizer")
+            if outcome == "restore":
+                check_bits(self._saved_optimizer, saved.where, "optimizer")
             self._groups = self._matched(saved_groups(self._saved_optimizer), saved.where)
         elif self._outcome("scheduler") == "restore" and saved.there:
             try:
@@ -142,6 +148,7 @@ class Work:
             if isinstance(self._saved_scheduler, list) and len(self._saved_scheduler) == 1:
                 self._saved_scheduler = self._saved_scheduler[0]
             schedule.check(self._saved_scheduler, saved.where)
+            check_bits(self._saved_scheduler, saved.where, "scheduler")
             resume.notes += schedule.forgotten(self._saved_scheduler, self._groups)
             try:
                 copied.restore(self._saved_scheduler, self._groups)

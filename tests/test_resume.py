@@ -487,11 +487,37 @@ def test_a_flipped_bit_never_becomes_a_fresh_start(tmp_path: Path) -> None:
         except ResetError as error:
             assert str(path) in str(error) or "optimizer" in str(error)  # noqa: PT017
             assert not live.state
-        else:  # in the bytes of a tensor, or of none
+        else:  # in the bytes of nothing that came back
             assert report.iteration == 4
             assert next(line.outcome for line in report.parts if line.part == "optimizer") == "restore"
-            assert alike(live.state_dict()["param_groups"], right.state_dict()["param_groups"])
-            assert [entry.keys() for entry in live.state.values()] == [set(ADAM)] * 2
+            assert alike(live.state_dict(), right.state_dict())
+
+
+def flip_a_moment(path: Path) -> None:
+    whole = bytearray(path.read_bytes())
+    moment = adam(steps=2).state_dict()["state"][0]["exp_avg"].numpy().tobytes()
+    whole[whole.index(moment) + 1] ^= 4
+    path.write_bytes(whole)
+
+
+@pytest.mark.parametrize("action", ["restore", "fresh", "reset"])
+def test_a_flipped_bit_of_a_moment_is_found_where_it_is_read(action: str, tmp_path: Path) -> None:
+    flip_a_moment(path := file_of(tmp_path))
+    if action == "restore":
+        refused(r"is torn: a tensor of shape .* differs from its checksum", path, adam(steps=1))
+    else:
+        plan_resume(policy(optimizer=action), path, optimizer=adam(steps=1)).apply()
+
+
+def test_a_file_without_checksums_is_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = file_of(tmp_path)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    live = adam()
+    plan_resume(policy(), path, optimizer=live).apply()
+    assert alike(live.state_dict(), adam(steps=2).state_dict())
 
 
 def test_paths_that_are_none(tmp_path: Path) -> None:

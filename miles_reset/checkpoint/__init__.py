@@ -6,7 +6,7 @@ from the hook ``miles_reset_checkpoint_readers``, and what that needs.
 
 from miles_reset.checkpoint.files import TorchFile, number, part_of, plain_parts
 from miles_reset.checkpoint.reader import CheckpointReader, SafeGlobal, Source
-from miles_reset.checkpoint.saved import Checkpoint, Presence, Saved, tensors_of
+from miles_reset.checkpoint.saved import Checkpoint, Presence, Saved, check_bits, tensors_of
 from miles_reset.checkpoint.sharded import ShardedFolder
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "ShardedFolder",
     "Source",
     "TorchFile",
+    "check_bits",
     "number",
     "part_of",
     "plain_parts",

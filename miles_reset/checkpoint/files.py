@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from miles_reset.checkpoint.saved import Presence, Saved
+from miles_reset.checkpoint.saved import CHECKSUMS, Presence, Saved, tensors_of
 from miles_reset.errors import CheckpointError, UnsafeCheckpointError
 
 _KEYS = {
@@ -61,10 +61,12 @@ class TorchFile:
         try:
             size = self.path.stat().st_size
             mapped = zipfile.is_zipfile(self.path)
-            if mapped:
-                _check_index(self.path)
+            sums = _checksums(self.path) if mapped else None
             with torch.serialization.safe_globals(self._allowed()):
-                return torch.load(self.path, map_location="cpu", mmap=mapped, weights_only=True)
+                content = torch.load(self.path, map_location="cpu", mmap=mapped, weights_only=True)
+            for tensor in tensors_of(content) if sums else ():
+                setattr(tensor, CHECKSUMS, sums)  # they are compared where the tensor is read
+            return content
         except OSError as error:
             raise CheckpointError(
                 str(self.path), "", f"cannot be read: {error.strerror or error}."
@@ -109,14 +111,21 @@ class TorchFile:
         return part_of(content, keys, name)
 
 
-def _check_index(path: Path) -> None:
-    """Compare the checksum of the pickle, which says what each tensor is; theirs would take reading them."""
+def _checksums(path: Path) -> frozenset[tuple[int, int]]:
+    """Return checksum and size of each record, having compared that of the pickle, which says what is where.
+
+    A file may be written without: torch's ``set_crc32_options`` leaves them 0.
+    """
     with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if name.endswith("data.pkl"):
-                if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
+        records = archive.infolist()
+        if not any(record.CRC for record in records):
+            return frozenset()
+        for record in records:
+            if record.filename.endswith("data.pkl"):
+                if record.compress_type != zipfile.ZIP_STORED:
                     raise zipfile.BadZipFile("its pickle is compressed, which torch never does")
-                archive.read(name)
+                archive.read(record)
+        return frozenset((record.CRC, record.file_size) for record in records)
 
 
 def part_of(content: Any, keys: Iterable[str], name: str) -> Saved:

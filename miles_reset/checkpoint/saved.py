@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,6 +122,32 @@ def tensors_of(content: Any) -> Iterator[torch.Tensor]:
         elif isinstance(item, (Mapping, list, tuple)) and id(item) not in met:
             met.add(id(item))
             waiting += item.values() if isinstance(item, Mapping) else item
+
+
+CHECKSUMS = "_miles_reset_checksums"
+"""The attribute of a tensor from a file that has the checksum and the size of each record there."""
+
+
+def check_bits(content: Any, where: str, part: str) -> None:
+    """Compare the tensors of a part with the checksums of the file that they are from, which reads them.
+
+    Raises:
+        CheckpointError: One is not what was saved.
+    """
+    met = set()
+    for tensor in tensors_of(content):
+        sums: frozenset[tuple[int, int]] = getattr(tensor, CHECKSUMS, frozenset())
+        if not sums or not tensor.untyped_storage().nbytes():
+            continue
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in met:
+            continue
+        met.add(storage.data_ptr())
+        whole = tensor.detach().as_strided((storage.nbytes() // tensor.element_size(),), (1,), 0)
+        raw = whole.view(torch.uint8).numpy()
+        if (zlib.crc32(raw.data), storage.nbytes()) not in sums:
+            problem = f"is torn: a tensor of shape {tuple(tensor.shape)} differs from its checksum."
+            raise CheckpointError(where, part, problem)
 
 
 def check_sizes(content: Any, where: str, part: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from miles_reset import CheckpointError, PolicyError, Registry, ResetError, default_registry, plan_resume
 from miles_reset import reset_optimizer_states as reset
 from miles_reset.agree import agree, exchange, once_per_job, rank_and_world
-from miles_reset.checkpoint import Checkpoint, Presence, SafeGlobal, Saved, TorchFile, part_of
+from miles_reset.checkpoint import Checkpoint, Presence, SafeGlobal, Saved, TorchFile, check_bits, part_of
 from miles_reset.policy import ResumePolicy
 from miles_reset.receipt import ResumeReport
 from miles_reset_megatron import _layout
@@ -276,7 +276,9 @@ def _find(
         problem = f"was saved by at least {max(saved_by) + 1} ranks, and this run has {world}."
         raise CheckpointError(str(folder), "", problem)
     allow = (*registry.table(SafeGlobal), *policy.allow)
-    weights = _matched(TorchFile(path, allow).content, live, is_adapter, path)
+    content = TorchFile(path, allow).content
+    weights = _matched(content, live, is_adapter, path)
+    check_bits(content, str(path), "adapter")
     checkpoint, expected = _training_state(folder, manifest, rank, allow)
     shared: list[tuple[Any, Any]] = []
     if optimizer is not None and policy.optimizer in ("restore", "restore-if-present", "reset"):
@@ -469,6 +471,7 @@ def _shared_state(
         if root == rank:
             content = TorchFile(path, allow).content
             _check_shared(child, content, path)
+            check_bits(content, str(path), "optimizer")
         found.append((child, content))
     if not lacking:
         return part, found

@@ -557,6 +557,20 @@ class TestTheFiles:
             with pytest.raises(CheckpointError, match=f"{name} cannot be opened"):
                 load_lora_adapter(Lora(), tmp_path / name)
 
+    def test_a_flipped_bit_of_an_adapter_is_refused(self, tmp_path: Path) -> None:
+        model = Lora(3.0)
+        save_lora_adapter(model, tmp_path, iteration=3)
+        path = tmp_path / SAVED
+        whole = bytearray(path.read_bytes())
+        bits = next(iter(contents(path).values())).numpy().tobytes()
+        whole[whole.index(bits) + 1] ^= 4
+        path.write_bytes(whole)
+        live = Lora()
+        before = live.values()
+        with pytest.raises(CheckpointError, match="differs from its checksum"):
+            load_lora_adapter(live, tmp_path)
+        assert live.values() == before
+
     def test_a_training_state_without_its_adapter_is_refused(self, tmp_path: Path) -> None:
         torch.save({"iteration": 3}, tmp_path / STATE)
         with pytest.raises(CheckpointError, match=f"{SAVED} is not there; the folder has {STATE}"):
