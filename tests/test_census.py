@@ -45,7 +45,7 @@ def test_a_case_says_what_each_way_leads_to(
 
 def test_rules_are_those_that_the_schema_states() -> None:
     assert found_in("NAdam").rules == {"step": "0", "exp_avg": "0", "exp_avg_sq": "0", "mu_product": "1 (scalar)"}
-    assert found_in("Adagrad").rules["sum"] == "group's initial_accumulator_value"
+    assert found_in("Adagrad").rules["sum"] == "default initial_accumulator_value"
 
 
 def of_class(**other: Any) -> dict[str, Any]:
