@@ -52,13 +52,13 @@ bench: $(READY)  ## Measure the speed against the plain loop.
 	$(RUN) pytest tests/benchmarks $(ARGS)
 
 census: $(READY)  ## Hold all variants of all optimizers to the law, and write what was found.
-	$(RUN) pytest -n $(JOBS) tests/plugins -k is_fresh --census $(CENSUS) $(ARGS)
+	$(RUN) pytest -n $(JOBS) tests/plugins -k is_fresh --census=$(CENSUS) $(ARGS)
 	"$(VENV)/bin/python" tests/census.py page $(CENSUS) > docs/supported-optimizers.md
 
 drift:  ## Take the census with the newest release of each package, and name what changed.
 	rm -rf .venv-drift
 	$(MAKE) .venv-drift/.installed VENV=.venv-drift
-	-.venv-drift/bin/python -m pytest -n $(JOBS) tests/plugins -k is_fresh --census .venv-drift/census.json $(ARGS)
+	-.venv-drift/bin/python -m pytest -n $(JOBS) tests/plugins -k is_fresh --census=.venv-drift/census.json $(ARGS)
 	.venv-drift/bin/python tests/census.py compare $(CENSUS) .venv-drift/census.json
 
 draft-measure: $(READY)  ## Count for how many optimizers of the tests a draft passes the law.

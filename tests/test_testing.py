@@ -102,7 +102,7 @@ class Traces(Toy):
         pytest.param(
             Adam,
             [*MOMENTS, clock("step", Initial.computed(lambda *_: 0.0))],
-            r"put another tensor at Adam, parameter 0, 'step' \(1 warm-up steps\)",
+            r"after the reset \(1 warm-up steps\), a step raises RuntimeError",
             id="a number takes a tensor's place",
         ),
         pytest.param(
