@@ -18,7 +18,6 @@ from miles_reset.cli import app
 from miles_reset.drafting import Drafted, draft_schema
 from miles_reset.drafting.writing import Call, write_distribution
 from miles_reset.errors import DraftError
-from miles_reset.testing import Parameters
 
 draft = partial(draft_schema, disabled=["torch"])
 
@@ -229,6 +228,20 @@ def test_memory_in_no_known_place_is_refused() -> None:
     assert "was not found" in str(drafted.schema.ready(None))
 
 
+class Unsaved(FirstGradient):
+    def state_dict(self) -> Any:
+        raise NotImplementedError("it cannot be saved")
+
+
+def test_state_that_cannot_be_saved_is_drafted_without(tmp_path: Path) -> None:
+    drafted = draft(Unsaved)
+    assert drafted.decided, drafted.failure
+    assert not drafted.loads
+    assert "it cannot be saved" in drafted.notes[0]
+    *_, test = write_distribution(drafted, tmp_path, Call("lib.Unsaved"))
+    assert "round_trips=[False]" in test.read_text()
+
+
 def test_an_optimizer_that_cannot_be_built_or_wraps_another_is_refused() -> None:
     with pytest.raises(
         DraftError, match=r"Toy cannot be built or stepped: NotImplementedError.* factory: a function"
@@ -242,10 +255,6 @@ def test_an_optimizer_that_cannot_be_built_or_wraps_another_is_refused() -> None
 
     with pytest.raises(DraftError, match=r"a wrapper, with an optimizer under 'inner'"):
         draft(Wrapper)
-
-
-def toy(parameters: Parameters) -> Toy:
-    return JointGate(parameters)
 
 
 LIBRARY = """

@@ -56,7 +56,7 @@ def adamw(**state: torch.Tensor) -> torch.optim.AdamW:
 
 
 def unknown() -> UnknownOptimizerError:
-    lion = class_named("lion_pytorch.lion_pytorch.Lion", torch.optim.Optimizer)
+    lion = class_named("lionesque.lion.Lion", torch.optim.Optimizer)
     error = error_of(chain_of(adamw(), lion([torch.ones(2)], {})))
     assert isinstance(error, UnknownOptimizerError)
     return error
@@ -74,7 +74,7 @@ def test_an_unknown_optimizer_is_named_with_its_place_the_plugins_and_what_to_do
     assert error.type.__name__ == "Lion"
     loaded = sorted(["chain", *(provider.plugin for provider in default_registry().providers)])
     assert str(error) == (
-        "No schema or unwrap rule for lion_pytorch.lion_pytorch.Lion at ChainedOptimizer[1].Lion. "
+        "No schema or unwrap rule for lionesque.lion.Lion at ChainedOptimizer[1].Lion. "
         f"Loaded plugins: {', '.join(loaded)}. Nothing was changed. "
         "Install a plugin that declares it, or write one: docs/writing-a-plugin.md."
     )

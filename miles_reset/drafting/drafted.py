@@ -67,6 +67,7 @@ class Drafted:
         forgetful: The titles of the variants that remember nothing.
         setting: The name of the kind of parameters that it was stepped with.
         way: What is put around the factory so that it can be stepped, such as ``WithClosure``.
+        loads: Whether its state can be saved and loaded.
         tried: How many schemas were held to the law.
     """
 
@@ -78,6 +79,7 @@ class Drafted:
     forgetful: tuple[str, ...] = ()
     setting: str = "sample"
     way: str = ""
+    loads: bool = True
     tried: int = 0
 
     @property

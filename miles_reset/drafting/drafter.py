@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from miles_reset.drafting.stepping import (
     large,
     name_of,
     problem_of,
+    problem_of_loading,
     what_runs,
 )
 from miles_reset.errors import DraftError
@@ -93,19 +95,27 @@ def _draft(
     runs_low = problem_of(factory, low) is None
     casts = casts_of(factory, low) if runs_low else {}
     exams = with_rate(exams_for(ways, make, others), factory, make, base.group.get("lr"))
+    unsaved = next(filter(None, (problem_of_loading(factory, one) for one in (make, *others.values()))), None)
+    if unsaved is not None:
+        exams = [replace(exam, loads=False) for exam in exams]
+        notes.append(
+            f"Without a save and load of its state, which fails in any case: {_short(repr(unsaved))}"
+        )
     search = Search(target, evidence, exams, installed(disabled), casts, limit)
     answer, progress = search.go()
     if not progress.failure and runs_low:
-        exam = Exam("bfloat16", factory, low, {"warmups": (4,)})
+        exam = Exam("bfloat16", factory, low, {"warmups": (4,)}, unsaved is None)
         if failure := exam.failure(registry_of(search.schemas(answer), search.base)):
             notes.append(f"With bfloat16 parameters it does not hold: {_short(failure)}")
     schemas, decisions = _decisions(search, answer, progress.failure)
     forgetful = [
-        title for title, one in ways.items() if not progress.failure and _forgets(search, answer, one, make)
+        title
+        for title, one in ways.items()
+        if not progress.failure and _forgets(search, answer, one, make, unsaved is None)
     ]
     return Drafted(
         schemas, decisions, progress.failure, tuple(notes), tuple(ways), tuple(forgetful),
-        setting, way, search.tried,
+        setting, way, unsaved is None, search.tried,
     )  # fmt: skip
 
 
@@ -122,9 +132,9 @@ def _refuse_wrappers(optimizer: Any) -> None:
             raise DraftError(name, f"it is a wrapper, with an optimizer under {key!r}: write {rule}")
 
 
-def _forgets(search: Search, answer: Answer, factory: Factory, make: Maker) -> bool:
+def _forgets(search: Search, answer: Answer, factory: Factory, make: Maker, loads: bool) -> bool:
     """Say whether an optimizer remembers nothing."""
-    exam = Exam("", factory, make, {"has_history": False, "warmups": (4,), "further": 3})
+    exam = Exam("", factory, make, {"has_history": False, "warmups": (4,), "further": 3}, loads)
     return not exam.failure(registry_of(search.schemas(answer), search.base))
 
 

@@ -26,16 +26,23 @@ class Exam:
         factory: Builds the optimizer.
         parameters: Makes the parameters.
         law: Further arguments of the law.
+        loads: Whether the state can be saved and loaded at all.
     """
 
     title: str
     factory: Factory
     parameters: Maker
     law: Mapping[str, Any] = field(default_factory=dict)
+    loads: bool = True
 
     def failure(self, registry: Registry) -> str:
         """Return what is wrong, or nothing."""
-        law = {"warmups": (1, 4), "further": 6, **self.law}
+        law = {
+            "warmups": (1, 4),
+            "further": 6,
+            **({} if self.loads else {"round_trips": (False,)}),
+            **self.law,
+        }
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")

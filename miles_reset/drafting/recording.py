@@ -91,6 +91,10 @@ def copy_of(value: Any) -> Any:
     """Copy a value as it is now, whatever is inside."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):
         return value.detach().clone()
+    if hasattr(type(value), "__tensor_flatten__"):
+        names, context = value.__tensor_flatten__()
+        parts = {name: copy_of(getattr(value, name)) for name in names}
+        return type(value).__tensor_unflatten__(parts, context, value.shape, value.stride())
     if isinstance(value, Mapping):
         return {key: copy_of(item) for key, item in value.items()}
     if type(value) in (list, tuple):

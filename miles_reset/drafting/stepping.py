@@ -165,3 +165,15 @@ def problem_of(factory: Factory, parameters: Maker) -> Exception | None:
     if not all(p.isfinite().all() for p in after):
         return ArithmeticError("after some steps a weight is not finite")
     return None if moved else ArithmeticError("twelve steps move no weight")
+
+
+def problem_of_loading(factory: Factory, parameters: Maker) -> Exception | None:
+    """Step an optimizer, save and load its state, step on, and return what is wrong with that."""
+    try:
+        trial = build_trial(factory, parameters())
+        trial.step(0)
+        trial.reload()
+        trial.step(1)
+    except Exception as error:  # noqa: BLE001  # some state cannot be copied
+        return error
+    return None

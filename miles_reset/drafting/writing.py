@@ -301,6 +301,8 @@ def _test(drafted: Drafted, call: Call, module: str, where: str, name: str, clai
         imports = ["import torch\n", *imports]
         helpers += f"\n\ndef parameters() -> list[torch.nn.Parameter]:\n    return {making}\n"
         law += ", parameters=parameters"
+    if not drafted.loads:
+        law += ", round_trips=[False]"
     if drafted.forgetful:
         pairs = zip(drafted.variants, call.variants, strict=True)
         forgetful = [dict(options) for title, options in pairs if title in drafted.forgetful]
