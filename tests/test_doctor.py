@@ -64,9 +64,9 @@ def test_it_tells_known_from_unknown_and_from_stale(folder: Path, monkeypatch: p
     (folder / "spinet.py").write_text(f"{head}import os\nos._exit(7)")
     monkeypatch.setattr("miles_reset.doctor._that_require_torch", lambda sources: ["harpsi"])
     claims = ("harpsi.optim.Claimed", "harpsi.optim.Gone", "virginal.Bad", "not_there.Optimizer")
-    found = {one.library: one for one in examine(registry_of(*claims), ["spinet"], timeout=8)}
+    found = {one.library: one for one in examine(registry_of(*claims), ["spinet"], timeout=4)}
     assert sorted(found) == ["harpsi", "spinet", "virginal"]
-    assert found["virginal"].problems == ("import took more than 8 s",)
+    assert found["virginal"].problems == ("import took more than 4 s",)
     assert found["virginal"].stale == {}, "nobody knows"
     assert found["spinet"].problems == ("import ended Python with exit status 7",)
     harpsi = found["harpsi"]
