@@ -330,8 +330,13 @@ class Table:
             variants = self.variants.get(name, [])
             for options, (title, setting) in product(variants, self.settings.items()):
                 if setting.fits(cls) and not (setting.once and options is not variants[0]):
-                    words = [name, *(f"{key}={value}" for key, value in options.items()), title]
+                    words = [name, *(f"{key}={_said(value)}" for key, value in options.items()), title]
                     remembers = self.has_history(name, options)
                     adapt = partial(self.adapt, name)
                     case = Case(cls, options, setting, title, self.package, adapt, remembers)
                     yield "-".join(words), (name, title), case
+
+
+def _said(value: object) -> str:
+    """Name a function, whose representation has an address that each process has otherwise."""
+    return getattr(value, "__name__", None) or str(value)

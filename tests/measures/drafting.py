@@ -5,6 +5,7 @@ passes the law, and the names of the others. Pytest's ``-k`` chooses packages. W
 """
 
 import importlib.util
+import sys
 import warnings
 from collections import defaultdict
 from functools import partial
@@ -34,6 +35,7 @@ def tables_in(path: Path) -> list[Table]:
     assert spec is not None
     assert spec.loader is not None
     module: ModuleType = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
