@@ -4,11 +4,13 @@ Read off came-pytorch 0.1. State is made in the dtype of the gradient, and in fl
 one: ``load_state_dict`` casts it to the weights' dtype, and a reset casts it back.
 """
 
+from functools import cache
 from typing import Any
 
 from miles_reset import Initial, StateSchema, clock, history, hookimpl, momentum, variance
 
 
+@cache  # the same record each time
 def _zeros(key: str) -> Initial:
     """Return zeros in place of what stands under a key, in the dtype that a fresh optimizer gives them."""
 
