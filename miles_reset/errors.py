@@ -225,8 +225,8 @@ class DraftError(ResetError):
 
     def __init__(self, target: str, problem: str) -> None:
         how = (
-            "Give its options, other parameters, or a factory: a function that is handed a list of parameters "
-            "and returns the optimizer, or a miles_reset.testing.Trial that says how to step it."
+            "Give its options, other parameters, or a factory: a function that is handed a list of "
+            "parameters and returns the optimizer, or a miles_reset.testing.Trial that says how to step it."
         )
         super().__init__(f"{target} cannot be built or stepped: {problem}. {how}")
         self.target = target
