@@ -246,7 +246,7 @@ def test_a_question_about_readiness_that_fails_is_an_error_that_names_the_record
 
 
 def test_an_unknown_class_is_an_error_with_its_path_and_class(registry: Registry) -> None:
-    lion = class_named("lion_pytorch.lion_pytorch.Lion", torch.optim.Optimizer)
+    lion = class_named("lion_unheard_of.Lion", torch.optim.Optimizer)
     with pytest.raises(UnknownOptimizerError) as caught:
         walk(ChainedOptimizer(adamw(), lion([torch.ones(2)], {})), registry)
     assert (caught.value.path, caught.value.type) == ("ChainedOptimizer[1].Lion", lion)
