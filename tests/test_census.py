@@ -1,11 +1,17 @@
 """What a census counts, and how it is told."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import census
 import pytest
 import torch
 from variants import Case, Setting, Table
+
+HERE = Path(__file__).parent
+FOUND = HERE / "data" / "census.json"
+PAGE = HERE.parent / "docs" / "supported-optimizers.md"
 
 
 def found_in(name: str, **options: Any) -> census.Finding:
@@ -74,3 +80,11 @@ def test_what_is_new_gone_or_changed_is_named() -> None:
         "p.C: gone",
         "p.D: new",
     ]
+
+
+def test_the_page_is_what_was_found() -> None:
+    """All but the last two tables, which need all packages to be there."""
+    classes = json.loads(FOUND.read_text())
+    assert all(one["passed"] == one["variants"] for one in classes.values())
+    written = "\n".join(census.tables(classes))
+    assert PAGE.read_text().split("\n## Wrappers\n")[0].rstrip("\n") == written.rstrip("\n")
