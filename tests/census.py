@@ -255,7 +255,7 @@ def _anchor(title: str) -> str:
 
 def _wrappers() -> Iterator[str]:
     yield "\n## Wrappers\n"
-    yield "Each is held to the same law through the real wrapper, where its library is installed; or as it says.\n"
+    yield "Each is held to the same law through the real one where its library is installed, or as it says.\n"
     yield "| wrapper | plugin | what it owns itself | tested |"
     yield "|---|---|---|---|"
     from_source = _collected("FROM_SOURCE")
