@@ -103,6 +103,10 @@ class Initial:
     """The key is not there: the optimizer makes it from the first gradient."""
     ABSENT_ENTRY: ClassVar[Initial]
     """The parameter's whole entry is not there: one presence test guards several keys."""
+    SGD_BUFFER: ClassVar[Initial]
+    """The buffer of torch's SGD, and of those built like it: it starts as a copy of the first gradient.
+    Without dampening, negative zeros come to the same, in place: ``-0.0 + g`` is ``g``, where ``0.0 + g``
+    loses the sign of a ``-0.0``. With dampening nothing does, and the key is not there."""
 
     @classmethod
     def constant(cls, value: float) -> Initial:
@@ -212,6 +216,7 @@ Initial.NONE = Initial(Kind.NONE)
 Initial.EMPTY = Initial(Kind.EMPTY)
 Initial.ABSENT = Initial(Kind.ABSENT)
 Initial.ABSENT_ENTRY = Initial(Kind.ABSENT_ENTRY)
+Initial.SGD_BUFFER = Initial.either("dampening", Initial.ABSENT, Initial.constant(-0.0))
 
 
 @dataclass(frozen=True)

@@ -53,8 +53,5 @@ def miles_reset_schemas() -> list[StateSchema]:
             ready=_of_the_bits_wanted),
         StateSchema(f"{optim}.ademamix._ReferenceAdEMAMix",
             momentum("m1_m2"), variance("nu"), clock("step", Initial.ABSENT, at="group")),
-        # Made a copy of the first gradient; without dampening, negative zeros come to the same, in place.
-        StateSchema(f"{optim}.lars.PytorchLARS",
-            momentum("momentum_buffer",
-                Initial.either("dampening", Initial.ABSENT, Initial.constant(-0.0)))),
+        StateSchema(f"{optim}.lars.PytorchLARS", momentum("momentum_buffer", Initial.SGD_BUFFER)),
     ]  # fmt: skip

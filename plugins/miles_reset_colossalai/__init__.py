@@ -62,14 +62,12 @@ def _cannot_refresh(wrapper: Any) -> None:
 @hookimpl
 def miles_reset_schemas() -> list[StateSchema]:
     """Return the schemas of ColossalAI's optimizers."""
-    # The kernel takes the first gradient for the momentum, as torch's SGD does.
-    buffer = Initial.either("dampening", Initial.ABSENT, Initial.constant(-0.0))
     return [
         # Base of CPUAdam and of HybridAdam, which keep their step and moments alike.
         StateSchema(f"{_OPTIM}.cpu_adam.CPUAdam", *_ADAM, ready=_in_memory),
         StateSchema(f"{_OPTIM}.fused_adam.FusedAdam", *_GROUP_ADAM),
         StateSchema(f"{_OPTIM}.fused_lamb.FusedLAMB", *_GROUP_ADAM),
-        StateSchema(f"{_OPTIM}.fused_sgd.FusedSGD", momentum("momentum_buffer", buffer)),
+        StateSchema(f"{_OPTIM}.fused_sgd.FusedSGD", momentum("momentum_buffer", Initial.SGD_BUFFER)),
         StateSchema(f"{_OPTIM}.lamb.Lamb", *_ADAM),
         StateSchema(f"{_OPTIM}.lars.Lars", momentum("momentum_buffer", Initial.constant(-0.0))),
         StateSchema(f"{_OPTIM}.adafactor.Adafactor", *_FACTORED, variance("RMS")),

@@ -18,10 +18,10 @@ _ON_CPU = (momentum("exp_avg", _FLOAT32), variance("exp_avg_sq", _FLOAT32), cloc
 
 # The step of a group is no count: it is what the count of a new entry starts at. offload_states() leaves
 # copies beside the moments, which it writes before it reads them.
-_FUSED = (
+_ADAM = (
     momentum("exp_avg"), variance("exp_avg_sq"), clock("step"), clock("step", Initial.ABSENT, at="group"),
-    scratch("exp_avg_offload_buffer"), scratch("exp_avg_sq_offload_buffer"),
 )  # fmt: skip
+_FUSED = (*_ADAM, scratch("exp_avg_offload_buffer"), scratch("exp_avg_sq_offload_buffer"))
 _LION = (momentum("exp_avg"), clock("step"), clock("step", Initial.ABSENT, at="group"))
 _MUON = momentum("momentum_buffer")
 
@@ -124,10 +124,6 @@ def miles_reset_schemas() -> list[StateSchema]:
     """Return the schemas of DeepSpeed's optimizers."""
     ops, muon = "deepspeed.ops", "deepspeed.runtime.zero.muon"
     onebit = "deepspeed.runtime.fp16.onebit"
-    aux_adam = (
-        momentum("exp_avg"), variance("exp_avg_sq"), clock("step"),
-        clock("step", Initial.ABSENT, at="group"),
-    )  # fmt: skip
     return [
         StateSchema(f"{ops}.adam.cpu_adam.DeepSpeedCPUAdam", *_ON_CPU),
         StateSchema(f"{ops}.lion.cpu_lion.DeepSpeedCPULion", *_ON_CPU),
@@ -141,8 +137,8 @@ def miles_reset_schemas() -> list[StateSchema]:
         StateSchema(f"{muon}.original_muon.Muon", _MUON),
         StateSchema(f"{muon}.original_muon.SingleDeviceMuon", _MUON),
         # The subclass of it that ZeRO steps shares its state and groups with the Adam that it holds.
-        StateSchema(f"{muon}.original_muon.MuonWithAuxAdam", _MUON, *aux_adam),
-        StateSchema(f"{muon}.original_muon.SingleDeviceMuonWithAuxAdam", _MUON, *aux_adam),
+        StateSchema(f"{muon}.original_muon.MuonWithAuxAdam", _MUON, *_ADAM),
+        StateSchema(f"{muon}.original_muon.SingleDeviceMuonWithAuxAdam", _MUON, *_ADAM),
         StateSchema(f"{onebit}.adam.OnebitAdam", ready=_compresses),
         StateSchema(f"{onebit}.lamb.OnebitLamb", ready=_compresses),
         StateSchema(f"{onebit}.zoadam.ZeroOneAdam", ready=_compresses),

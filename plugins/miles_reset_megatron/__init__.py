@@ -94,9 +94,7 @@ def miles_reset_schemas() -> list[StateSchema]:
         momentum("exp_avg"), variance("exp_avg_sq"), clock("step", count, at="group"),
         clock("step", Initial.ABSENT),
     )  # fmt: skip
-    # The kernel takes the first gradient for the momentum; with no dampening, a buffer of -0.0 does the same.
-    buffer = Initial.either("dampening", Initial.ABSENT, Initial.constant(-0.0))
-    fused_sgd = momentum("momentum_buffer", buffer)
+    fused_sgd = momentum("momentum_buffer", Initial.SGD_BUFFER)  # the kernel takes the first gradient
     return [
         StateSchema(f"{muon}.TensorParallelMuon", momentum("momentum_buffer")),
         StateSchema(f"{muon}.TensorParallelAdaptiveMuon",

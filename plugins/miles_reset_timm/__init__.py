@@ -18,8 +18,7 @@ from miles_reset import (
     variance,
 )
 
-# Starts as the first gradient. With dampening that is a copy, which negative zeros are not.
-_BUFFER = momentum("momentum_buffer", Initial.either("dampening", Initial.ABSENT, Initial.constant(-0.0)))
+_BUFFER = momentum("momentum_buffer", Initial.SGD_BUFFER)
 _ADAM = (momentum("exp_avg"), variance("exp_avg_sq"), clock("step"))
 
 

@@ -21,10 +21,6 @@ from miles_reset.scheduler import SchedulerRule
 from miles_reset_torch._checkpoints import READERS, SAFE_GLOBALS
 from miles_reset_torch._schedulers import SCHEDULERS
 
-# With dampening, torch makes the buffer a copy of the first gradient. Without, a buffer of negative
-# zeros does the same, in place: -0.0 + g is g, where 0.0 + g loses the sign of a -0.0.
-_SGD_BUFFER = Initial.either("dampening", Initial.ABSENT, Initial.constant(-0.0))
-
 # megatron-core writes the count into the groups when it saves and loads, and HybridDeviceOptimizer
 # keeps master weights in the state of its children.
 _ADAM = (
@@ -68,7 +64,7 @@ def miles_reset_schemas() -> list[StateSchema]:
         StateSchema("torch.optim.rprop.Rprop",
             history("prev"), history("step_size", Initial.group("lr")), clock("step")),
         StateSchema("torch.optim.sgd.SGD",
-            momentum("momentum_buffer", _SGD_BUFFER)),
+            momentum("momentum_buffer", Initial.SGD_BUFFER)),
         StateSchema("torch.optim.sparse_adam.SparseAdam",
             momentum("exp_avg"), variance("exp_avg_sq"), clock("step")),
     ]  # fmt: skip

@@ -24,8 +24,7 @@ _WEIGHTED_ADAM = (
 )  # fmt: skip
 _SCALAR = Initial.ZEROS.as_dtype("default")
 
-# Starts as the first gradient: copied with dampening, and else as it is when added to a negative zero.
-_BUFFER = momentum("momentum_buffer", Initial.either("dampening", Initial.ABSENT, Initial.constant(-0.0)))
+_BUFFER = momentum("momentum_buffer", Initial.SGD_BUFFER)
 
 # The mean of the gradients starts as a copy of the first one, times zero.
 _A2GRAD = (
