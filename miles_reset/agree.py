@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from miles_reset.errors import RankDisagreementError, ResetError
+
+T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=5)
 """How long ranks wait for each other."""
@@ -72,6 +74,26 @@ def agree(
         return
     mine = RankVerdict(str(refused) if refused is not None else None, dict(facts or {}))
     _judge(exchange(mine, group=group, timeout=timeout), refused)
+
+
+def together(plan: Callable[[], T], group: Any) -> T:
+    """Return what a function plans, once each rank of a group has planned; without a group, at once.
+
+    Raises:
+        RankDisagreementError: A rank of the group refuses, or does not answer.
+        ResetError, ValueError: What the function raises, without a group.
+    """
+    if group is None:
+        return plan()
+    planned, refused = [], None
+    try:
+        planned.append(plan())
+    except ResetError as error:
+        refused = error
+    except ValueError as error:
+        refused = ResetError(str(error))
+    agree(refused, group=group)
+    return planned[0]
 
 
 def exchange(value: Any, *, group: Any = None, timeout: timedelta | float = TIMEOUT) -> dict[int, Any]:

@@ -59,7 +59,7 @@ class Choice:
             mask = torch.zeros(value.shape[0], dtype=torch.bool)
             mask[self.rows[id(parameter)]] = True
             return mask.reshape(-1, *[1] * (value.ndim - 1)).to(value.device)
-        number = round(self.keep * value.numel())
+        number = self._survivors(value)
         if self.generator is not None:
             chosen = torch.randperm(value.numel(), generator=self.generator)[:number].to(value.device)
         else:
@@ -72,7 +72,11 @@ class Choice:
         """Return how many numbers of a tensor are reset."""
         if self.keep is None:
             return len(self.rows[id(parameter)]) * (value.numel() // max(1, value.shape[0]))
-        return value.numel() - round(self.keep * value.numel())
+        return value.numel() - self._survivors(value)
+
+    def _survivors(self, value: torch.Tensor) -> int:
+        assert self.keep is not None
+        return round(self.keep * value.numel())
 
 
 def _rows_of(parameter: torch.Tensor, index: Sequence[int]) -> list[int]:

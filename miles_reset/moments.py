@@ -23,7 +23,8 @@ class Moments:
     def see(self, slot: Slot, value: Any, reset: int) -> None:
         """Note one value."""
         self.reset[slot.role] = self.reset.get(slot.role, False) or bool(reset)
-        if slot.role is Role.CLOCK and isinstance(value, (int, float, torch.Tensor)):
+        is_number = value.numel() == 1 if isinstance(value, torch.Tensor) else isinstance(value, (int, float))
+        if slot.role is Role.CLOCK and is_number:
             self.clock = max(self.clock, float(value))
 
     def note(self) -> str:

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from miles_reset.agree import agree
+from miles_reset.agree import together
 from miles_reset.batch import Batch, Found
 from miles_reset.choice import Choice
 from miles_reset.discovery import default_registry
 from miles_reset.draft import Draft
-from miles_reset.errors import NOTHING_CHANGED, ResetError, UnsupportedOptimizerState
+from miles_reset.errors import NOTHING_CHANGED, UnsupportedOptimizerState
 from miles_reset.moments import Moments
 from miles_reset.plan import plan_tree
 from miles_reset.registry import Registry
@@ -115,21 +115,16 @@ def reset_some_states(
             :func:`miles_reset.plan_reset` raises.
         RankDisagreementError: A rank of ``group`` refuses, or does not answer.
     """
-    draft, refused = None, None
-    try:
-        choice = Choice(slots, parameters, rows, keep, seed)
-        draft = _PartialDraft(choice=choice)
+
+    def plan() -> _PartialDraft:
+        draft = _PartialDraft(choice=Choice(slots, parameters, rows, keep, seed))
         where = registry or default_registry()
         with torch.inference_mode(False), torch.no_grad():
             plan_tree(walk(optimizer, where), where, draft=draft)
         draft.check()
-    except (ResetError, ValueError) as error:
-        if group is None:
-            raise
-        refused = error if isinstance(error, ResetError) else ResetError(str(error))
-    if group is not None:
-        agree(refused, group=group)
-    assert draft is not None
+        return draft
+
+    draft = together(plan, group)
     report = draft.report()
     write_all(draft)
     return report
@@ -142,7 +137,7 @@ class _PartialDraft(Draft):
     choice: Choice = field(kw_only=True)
     _lines: dict[tuple[str, str], list[Any]] = field(default_factory=dict)
     _named: set[str] = field(default_factory=set)
-    _held: dict[int, str] = field(default_factory=dict)
+    _kept: set[int] = field(default_factory=set)
     _moments: dict[int, Moments] = field(default_factory=dict)
 
     def plan_slot(self, slot: Slot, batch: Batch, found: Found) -> None:
@@ -151,9 +146,12 @@ class _PartialDraft(Draft):
             super().plan_slot(slot, batch, found)
             return
         self._named |= {str(slot.role), slot.key, str(found.key)}
-        chosen = [i for i in range(len(found.values)) if self._takes(slot, found, i)]
-        for i in range(len(found.values)):
-            self._count(slot, found, i, 0, _size(found.values[i]))
+        taken = [self._takes(slot, found, i) for i in range(len(found.values))]
+        chosen = [i for i, is_taken in enumerate(taken) if is_taken]
+        for i, value in enumerate(found.values):
+            self._count(slot, found, i, 0, _size(value))
+            if not taken[i]:
+                self._kept.update(tensor.data_ptr() for tensor in _tensors(value))
         if chosen and self.choice.within:
             for i in chosen:
                 self._plan_within(slot, batch, found, i)
@@ -161,8 +159,6 @@ class _PartialDraft(Draft):
             super().plan_slot(slot, batch, found.select(chosen))
             for i in chosen:
                 self._count(slot, found, i, _size(found.values[i]), 0)
-        for i in set(range(len(found.values))) - set(chosen):
-            self._held.update((tensor.data_ptr(), found.key) for tensor in _tensors(found.values[i]))
 
     def plan_entries(self, slots: Mapping[Any, Slot], part: Found) -> None:
         """Plan the removal of those entries that are chosen, whole."""
@@ -231,10 +227,8 @@ class _PartialDraft(Draft):
         line = self._lines.setdefault((str(found.key), str(slot.role)), [0, 0, ""])
         line[0] += reset
         line[1] += of
-        if found.nodes[i].obj is not None:
-            self._moments.setdefault(id(found.nodes[i]), Moments(found.nodes[i])).see(
-                slot, found.values[i] if found.values else None, reset
-            )
+        moments = self._moments.setdefault(id(found.nodes[i]), Moments(found.nodes[i]))
+        moments.see(slot, found.values[i] if found.values else None, reset)
 
     def _why(self, slot: Slot, found: Found, why: str) -> None:
         self._lines.setdefault((str(found.key), str(slot.role)), [0, 0, ""])[2] = why
@@ -260,7 +254,7 @@ class _PartialDraft(Draft):
             )
         for write in self.writes:
             for i, old in enumerate(write.old):
-                if isinstance(old, torch.Tensor) and old.numel() and old.data_ptr() in self._held:
+                if isinstance(old, torch.Tensor) and old.numel() and old.data_ptr() in self._kept:
                     raise _refusal(write.nodes[i], write.key, "shares its tensor with state that is kept")
 
     def report(self) -> PartialReport:

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from miles_reset.agree import agree, once_per_job
+from miles_reset.agree import once_per_job, together
 from miles_reset.aliasing import in_memory_order
 from miles_reset.discovery import default_registry
 from miles_reset.draft import Draft
-from miles_reset.errors import ResetError, UnreachableStateError
+from miles_reset.errors import UnreachableStateError
 from miles_reset.plan import plan_tree
 from miles_reset.registry import Registry
 from miles_reset.report import Account, ResetReport
@@ -115,16 +115,7 @@ def reset_optimizer_states(
         UnsupportedOptimizerState: See :func:`plan_reset`.
         RankDisagreementError: A rank of ``group`` refuses, or does not answer.
     """
-    if group is None:
-        return plan_reset(optimizer, strict=strict, registry=registry)._execute()
-    plan, refused = None, None
-    try:
-        plan = plan_reset(optimizer, strict=strict, registry=registry)
-    except ResetError as error:
-        refused = error
-    agree(refused, group=group)
-    assert plan is not None
-    return plan._execute()
+    return together(lambda: plan_reset(optimizer, strict=strict, registry=registry), group)._execute()
 
 
 def _moved(planned: Draft, now: Draft) -> tuple[Node, Any] | None:

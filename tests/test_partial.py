@@ -367,6 +367,13 @@ def test_an_entry_is_given_up_whole() -> None:
     assert report.fraction == 0.5
 
 
+def test_a_count_for_each_weight_is_no_count_to_speak_of() -> None:
+    weight, optimizer = adam(7)
+    optimizer.state[weight]["step"] = torch.tensor([7.0, 9.0])
+    report = reset_some_states(optimizer, slots=["variance"])
+    assert [line.of for line in report.lines if line.slot == "step"] == [2]
+
+
 def test_nothing_is_said_of_the_next_update_where_nothing_was_reset() -> None:
     _, optimizer = adam(1)
     report = reset_some_states(optimizer, parameters=[])
