@@ -9,6 +9,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from miles_reset.draft import Row
+from miles_reset.schema import Slot
 
 FOLD = 4
 """More leaves than this that are alike share one line of a table."""
@@ -85,6 +86,6 @@ def table(of_leaves: Sequence[Line]) -> Iterator[str]:
             yield f"  {row}"
 
 
-def place(line: Line) -> str:
+def place(line: Line | Slot) -> str:
     """Return a slot's key, and where it lives unless that is the state."""
     return line.key if line.at == "state" else f"{line.key} ({line.at})"

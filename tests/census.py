@@ -15,14 +15,18 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 from miles_reset import UnwrapRule, default_registry, reset_optimizer_states
+from miles_reset.lines import place
+from miles_reset.schema import Place
 from miles_reset.testing import Trial, build_trial, same_bits
 from miles_reset.walk import walk
 
@@ -71,12 +75,10 @@ def begin(case: Case) -> Finding:
 
 def look_into(case: Case, found: Finding) -> None:
     """Reset a warm optimizer in our way and in the usual ones, and note what became of it."""
-    plan = reset_optimizer_states(_warm(case).optimizer)
-    words = {id(slot): str(slot.initial) for row in plan.rows if (slot := row.slot).initial}
-    for row, line in ((row, line) for row in plan.rows for line in plan.lines if line.key == row.slot.key):
-        key = line.key if line.at == "state" else f"{line.key} ({line.at})"
-        found.rules[key] = words.get(id(row.slot), line.role)
-        found.in_place &= line.outcome not in GIVEN_UP or line.at != "state"
+    for row in reset_optimizer_states(_warm(case).optimizer).rows:
+        slot = row.slot
+        found.rules[place(slot)] = str(slot.initial or slot.role)
+        found.in_place &= row.outcome not in GIVEN_UP or slot.at is not Place.STATE
     found.naive = {name: _outcome(case, way) for name, way in WAYS.items()}
 
 
@@ -168,7 +170,8 @@ class Census:
 
     def pytest_sessionfinish(self) -> None:
         """Write what was found."""
-        lines = [f"{json.dumps(name)}: {json.dumps(self.classes[name])}" for name in sorted(self.classes)]
+        said = partial(json.dumps, sort_keys=True)  # cases come in any order
+        lines = [f"{said(name)}: {said(found)}" for name, found in sorted(self.classes.items())]
         self.path.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
@@ -284,17 +287,24 @@ def _left_out() -> Iterator[str]:
 def _collected(name: str, prefixed: bool = False) -> dict[str, str]:
     """Return what the test modules of the plugins say under a name."""
     said: dict[str, str] = {}
+    for module in _test_modules():
+        prefix = f"{module.__name__.removeprefix('test_')}: " if prefixed else ""
+        said |= {f"{prefix}{key}": value for key, value in getattr(module, name, {}).items()}
+    return said
+
+
+@cache
+def _test_modules() -> list[ModuleType]:
+    """Import the test modules of the plugins whose libraries are installed."""
+    found: list[ModuleType] = []
     folder = Path(__file__).parent
     sys.path[:0] = [str(folder), str(folder / "plugins")]
     for path in sorted(folder.glob("plugins/test_*.py")):
         try:
-            module = importlib.import_module(path.stem)
+            found.append(importlib.import_module(path.stem))
         except pytest.skip.Exception as skipped:
             print(f"{path.name}: {skipped}", file=sys.stderr)
-            continue
-        prefix = f"{path.stem.removeprefix('test_')}: " if prefixed else ""
-        said |= {f"{prefix}{key}": value for key, value in getattr(module, name, {}).items()}
-    return said
+    return found
 
 
 # Drift
