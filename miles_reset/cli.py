@@ -46,7 +46,7 @@ app = typer.Typer(
 app.command()(drafting.draft)
 app.command()(drafting.doctor)
 
-Json = Annotated[bool, typer.Option("--json", help="Print plain JSON, and nothing else.")]
+Json = drafting.Json
 
 
 def _print_version(wanted: bool) -> None:

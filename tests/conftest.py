@@ -1,7 +1,7 @@
 """Every test starts on one thread and from the same random numbers; a census runs more of them."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +52,10 @@ def hold(request: pytest.FixtureRequest) -> Hold:
         case.assert_reset_is_fresh()
 
     return hold
+
+
+@pytest.fixture
+def nothing_is_compiled() -> Iterator[None]:
+    """Run what a library compiles as it is written: to compile it would take minutes."""
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -296,6 +296,11 @@ def run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
 
 
+def run_tests_of(folder: Path, plugin: str) -> subprocess.CompletedProcess[str]:
+    options = ["-q", "-p", "no:cacheprovider", f"--rootdir={plugin}", "-c", f"{plugin}/pyproject.toml"]
+    return run(folder, sys.executable, "-m", "pytest", *options, plugin)
+
+
 @pytest.mark.slow
 def test_the_command_writes_a_plugin_whose_test_passes_or_says_what_is_undecided(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -336,33 +341,9 @@ def test_the_command_writes_a_plugin_whose_test_passes_or_says_what_is_undecided
     assert done.exit_code == 1, done.output
     assert "Undecided" in done.output
 
-    tested = run(
-        tmp_path,
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir=calm",
-        "-c",
-        "calm/pyproject.toml",
-        "calm",
-    )
+    tested = run_tests_of(tmp_path, "calm")
     assert "2 passed" in tested.stdout, tested.stdout + tested.stderr
-    tested = run(
-        tmp_path,
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--rootdir=lost",
-        "-c",
-        "lost/pyproject.toml",
-        "lost",
-    )
+    tested = run_tests_of(tmp_path, "lost")
     assert "1 failed" in tested.stdout, tested.stdout + tested.stderr
     assert "undecided" in tested.stdout
 

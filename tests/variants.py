@@ -150,6 +150,26 @@ def not_finite(cls: type[Optimizer], parameters: Parameters, options: Options, b
     return Trial(inner.optimizer, step, inner.weights)
 
 
+def over(base: type[Any], **options: Any) -> Callable[..., Trial]:
+    """Return what builds a wrapper over this optimizer."""
+
+    def build_wrapper(cls: type[Any], parameters: Parameters, own: Options) -> Trial:
+        return trial_of(cls(base(parameters, **options), **own), parameters)
+
+    return build_wrapper
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Be the only rank of a process group."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()

@@ -2,7 +2,6 @@
 
 import importlib
 import pkgutil
-from collections.abc import Iterator
 from typing import Any, get_args
 
 import pytest
@@ -34,7 +33,10 @@ for module in pkgutil.walk_packages(emerging_optimizers.__path__, f"{emerging_op
     importlib.import_module(module.name)  # an optimizer is registered when its module is imported
 
 # Megatron, where torch.distributed is not initialized.
-pytestmark = pytest.mark.filterwarnings("ignore:Could not determine rank:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Could not determine rank:UserWarning"),
+    pytest.mark.usefixtures("nothing_is_compiled"),
+]
 
 REGISTERED = {
     cls.__name__: cls for cls in map(registry.get_optimizer_cls, registry.get_optimizer_name_list())
@@ -135,13 +137,6 @@ TABLE = Table(
     has_history=has_history,
     package="emerging-optimizers",
 )
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_compiled() -> Iterator[None]:
-    """Run what the classes compile as it is written: to compile it would take minutes."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 @pytest.mark.parametrize("case", TABLE.cases())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,10 @@ from miles_reset.testing import Parameters, Trial, assert_reset_is_fresh, sample
 
 heavyball = pytest.importorskip("heavyball")
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("nothing_is_compiled"),
+]
 
 BASES = ["StatefulOptimizer", "ChainOpt", "BaseOpt", "ScheduleFree", "MSAM", "SOAPBase", "PSGDBase"]
 LEFT_OUT = {
@@ -84,14 +86,6 @@ REFUSED = {
     (name, "bfloat16"): (RuntimeError, "expected scalar type BFloat16") for name in ("PSGDPRO", "QSGD")
 }
 TABLE = Table(CLASSES, VARIANTS, SETTINGS, REFUSED, package="heavyball", sample=40)
-
-
-@pytest.fixture(autouse=True)
-def eagerly() -> Iterator[None]:
-    """Compile nothing: it takes minutes, and changes no state."""
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
 
 
 @pytest.mark.parametrize("case", TABLE.cases())

@@ -6,13 +6,13 @@ import contextlib
 import importlib
 import inspect
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch.optim import Optimizer
-from variants import Options, Setting, Table, as_matrices, cast, draw, step_some
+from variants import Options, Setting, Table, alone, as_matrices, cast, draw, step_some
 
 from miles_reset import UnsupportedOptimizerState, plan_reset, reset_optimizer_states
 from miles_reset.errors import UnreachableStateError
@@ -168,17 +168,6 @@ def adapt(name: str, parameters: Parameters) -> Parameters:
     if name in {"SpectralSphere", "AdaLOMO", "DeMo"}:
         return as_matrices(parameters)
     return parameters
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """Be the only rank of a process group."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 # The variants

@@ -16,6 +16,7 @@ from variants import (
     Options,
     Setting,
     Table,
+    alone,
     as_matrices,
     build,
     cast,
@@ -92,14 +93,10 @@ def in_groups(cls: type[Any], parameters: Parameters, options: Options) -> Trial
 
 
 @pytest.fixture(autouse=True)
-def alone() -> Iterator[None]:
-    """Be the only rank of a process group: Muon's classes gather from all ranks."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
+def in_a_process_group() -> Iterator[None]:
+    """Let Muon's classes gather from all ranks: there is one."""
+    with alone():
         yield
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 # The packages

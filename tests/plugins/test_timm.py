@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,6 +15,7 @@ from variants import (
     no_gradient,
     not_finite,
     optimizers_in,
+    over,
     step_with_curvature,
 )
 
@@ -133,15 +133,6 @@ TABLE = Table(
 )
 
 
-def over(base: type[Any], **options: Any) -> Callable[..., Trial]:
-    """Return what builds a wrapper over this optimizer."""
-
-    def build_wrapper(cls: type[Any], parameters: Parameters, own: Options) -> Trial:
-        return trial_of(cls(base(parameters, **options), **own), parameters)
-
-    return build_wrapper
-
-
 WRAPPERS = Table(
     {"Lookahead": timm.Lookahead},
     {"Lookahead": [{"k": 3}, {"k": 2, "alpha": 0.8}]},
@@ -159,12 +150,7 @@ WRAPPERS = Table(
 )
 
 
-@pytest.fixture(autouse=True)
-def eagerly() -> Any:
-    """Compile nothing: it takes minutes, and changes no state."""
-    torch.compiler.set_stance("force_eager")
-    yield
-    torch.compiler.set_stance("default")
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 @pytest.mark.parametrize("case", TABLE.cases() + WRAPPERS.cases())

@@ -98,11 +98,7 @@ REFUSED: dict[tuple[str, str], Refusal] = {
 TABLE = Table(CLASSES, VARIANTS, SETTINGS, REFUSED, package="torchao", sample=5)
 
 
-@pytest.fixture(autouse=True)
-def nothing_is_compiled() -> Iterator[None]:
-    """Run what the step compiles as it is written: to compile it would take minutes."""
-    with torch.compiler.set_stance("force_eager"):
-        yield
+pytestmark = pytest.mark.usefixtures("nothing_is_compiled")
 
 
 @pytest.mark.parametrize("case", TABLE.cases())
